@@ -5,7 +5,6 @@ VENV ?= .venv
 ARGS ?=
 
 RUN := $(VENV)/bin/python -m
-SEEDS := 0 1 2
 
 # Workers of pytest share the cores, so NumPy's BLAS starts no threads of its own in each, and
 # they share bytecode, also where the environment says not to write any.
@@ -14,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
 .PHONY: help test test-examples test-extended test-all test-optimized test-oldest clients test-gpu coverage mutants lint format docs linkcheck bench bench-gpu bench-tpu demo \
-	demo-moe demo-vision demo-seeds study dist release clean
+	demo-moe demo-vision study dist release clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -134,7 +133,7 @@ bench-gpu: ## Compile a step for GPUs, which it needs none of; pass options in A
 	@$(MAKE) --no-print-directory VENV=.venv-gpu .venv-gpu/.has-examples,gpu
 	.venv-gpu/bin/python -m examples.benchmarks.ahead_of_time --platform gpu $(ARGS)
 
-demo: $(VENV)/.has-examples ## Train a small decoder with three optimizers; options in ARGS.
+demo: $(VENV)/.has-examples ## Train a small decoder with AdamW, Muon and OrScale; options in ARGS.
 	$(RUN) examples.pretrain --recipe demo --sample "def update(" $(ARGS)
 
 demo-moe: $(VENV)/.has-examples ## The same with a small mixture of experts.
@@ -142,11 +141,6 @@ demo-moe: $(VENV)/.has-examples ## The same with a small mixture of experts.
 
 demo-vision: $(VENV)/.has-examples ## The same with a small DavidNet on drawings.
 	$(RUN) examples.pretrain --recipe demo-vision $(ARGS)
-
-demo-seeds: $(VENV)/.has-examples ## Run the demo for seeds 0, 1, 2 and compare.
-	@set -e; for seed in $(SEEDS); do \
-		echo "Seed $$seed"; $(RUN) examples.pretrain --recipe demo --seed $$seed --out runs/seed$$seed $(ARGS); done
-	$(RUN) examples.pretrain.compare $(SEEDS:%=runs/seed%)
 
 study: $(VENV)/.has-examples ## Repeat a part of the study on a dense model and a mixture, and compare.
 	$(RUN) examples.study.repeat $(ARGS)

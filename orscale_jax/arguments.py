@@ -52,71 +52,77 @@ class Arguments:
     r"""The arguments of every optimizer.
 
     Args:
-      learning_rate: :math:`\eta`, at least 0: a number, a traced scalar or a schedule.
+      learning_rate: :math:`\eta`, at least 0. A number, a traced scalar or a schedule.
       momentum: :math:`\mu` in [0, 1).
       nesterov: Whether Q is the polar factor of :math:`\tilde M` (True) or of M.
-      mu_dtype: dtype of the momentum (and of AdamW's first moment) in the state, a float
-        of 16 bits or more. None: the parameter's. float16 overflows where gradients stay
-        above :math:`65504 (1 - \mu)`. ``"int8"``: 8-bit blocks
-        (:class:`~orscale_jax.Int8TraceState`) for matrices, rounded to nearest after the
-        direction is computed by the unrounded momentum, without error feedback; AdamW's
-        moments as under None. Derivatives do not pass through the codes.
-      weight_decay: :math:`\lambda`, at least 0, or a schedule. Coupled: D contains
-        :math:`\lambda W`, so r scales the decay, too.
-      weight_decay_mask: ``"matrices"``: nothing that AdamW trains decays. Or a tree of
-        booleans (or a prefix of one, or a callable from the parameters to one): False for
-        parameters that do not decay.
-      ns_steps: Newton–Schulz steps k, at least 1.
-      ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"``, ``"deepseek_v4"`` (with
-        ``ns_steps=10``) or your own table; see :func:`~orscale_jax.polar_factor` and
+      mu_dtype: The dtype of the momentum, and of AdamW's first moment, in the state: a
+        float of 16 bits or more. None: the dtype of the parameter. float16 overflows if
+        gradients stay above :math:`65504 (1 - \mu)`. ``"int8"`` keeps the momentum of
+        matrices in blocks of 8-bit integers (:class:`~orscale_jax.Int8TraceState`), and
+        treats AdamW's moments as None does. The step uses the momentum before it is
+        rounded. Derivatives do not pass through the integers.
+      weight_decay: :math:`\lambda`, at least 0. A number or a schedule. A step shrinks
+        the parameter by :math:`\eta \lambda`, times :math:`\hat r` if there is a ratio.
+      weight_decay_mask: Which parameters decay. None: all of them. ``"matrices"``: only
+        the matrices. Or a tree of booleans, a prefix of one, or a callable from the
+        parameters to one.
+      ns_steps: The number k of Newton–Schulz steps, at least 1.
+      ns_coeffs: The coefficients: ``"polar_express"``, ``"jordan"``, ``"dion"``,
+        ``"deepseek_v4"`` (with ``ns_steps=10``) or a table of your own. See
+        :func:`~orscale_jax.polar_factor` and
         :func:`~orscale_jax.polar_express_coefficients`.
-      ns_dtype: dtype of the Newton–Schulz products, which accumulate in float32. None:
-        float16 on GPU, bfloat16 on TPU, float32 on CPU.
+      ns_dtype: The dtype of the operands of Newton–Schulz's products, which accumulate
+        in float32. None: float16 on GPU, bfloat16 on TPU, float32 on CPU.
       ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
         see :func:`~orscale_jax.polar_factor`.
-      weight_dimension_numbers: Tree (or a prefix, or a callable from the parameters to
-        one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
+      weight_dimension_numbers: Which parameters are matrices, along which axes. A tree
+        (or a prefix of one, or a callable from the parameters to one) of
+        :class:`optax.contrib.MuonDimensionNumbers`, or of
         :class:`~orscale_jax.BlockDimensionNumbers` for fused weights, with None for
-        AdamW. Axes they do not name are batch axes: each matrix has its own Q, c and r.
+        AdamW. Axes that they do not name are batch axes: each matrix has its own Q, c and
+        r. :func:`~orscale_jax.by_path` and the functions for Flax, Equinox and Haliax
+        make them.
+
         If the argument is None, a 2-D leaf is a matrix, unless a name on its path
         contains ``embed`` or the word ``emb``, ``wte``, ``wpe``, ``vocab`` or ``logits``,
         or ``tok`` or ``pos`` without that of a network (``pos_ffn``), or ends in the word
         ``head`` or ``classifier``, or its class is "embedding", "head", "norm", "scale"
-        or "bias" (:func:`~orscale_jax.diagnostics.layer_classes`). Such leaves and leaves
-        of fewer axes are AdamW's; leaves of more axes raise an error. A 2-D router or
-        fused projection is then one matrix; the column "check" of
-        :func:`~orscale_jax.describe` flags such names. :func:`~orscale_jax.by_path` makes
-        dimension numbers from rules on paths.
-      adam_learning_rate: AdamW's learning rate or schedule; None: ``learning_rate``.
+        or "bias" (:func:`~orscale_jax.diagnostics.layer_classes`). AdamW trains such
+        leaves and leaves of fewer axes, and leaves of more axes raise an error. A 2-D
+        router or fused projection is then one matrix, and the column "check" of
+        :func:`~orscale_jax.describe` flags it.
+      adam_learning_rate: The learning rate or schedule of AdamW. None:
+        ``learning_rate``.
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).
       adam_b2: AdamW's decay rate of the second moment, in [0, 1).
       adam_eps: AdamW's :math:`\varepsilon`, at least 0.
-      adam_eps_root: What AdamW adds to the second moment under the root, at least 0. More
-        than 0 is for derivatives of updates, which are NaN where a gradient is 0.
-      adam_nesterov: Whether AdamW, too, uses Nesterov's momentum (the default of
-        :func:`optax.contrib.muon`).
-      adam_weight_decay: AdamW's (decoupled) weight decay or schedule; None:
-        ``weight_decay``.
+      adam_eps_root: A number that AdamW adds to the second moment under the root, at
+        least 0. Pass more than 0 if you need derivatives of updates, which are otherwise
+        NaN where a gradient is 0.
+      adam_nesterov: Whether AdamW uses Nesterov's momentum as well, as
+        :func:`optax.contrib.muon` does by default.
+      adam_weight_decay: The weight decay of the parameters that AdamW trains: a number
+        or a schedule. None: ``weight_decay``.
       mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
         do not name a mesh. It must have the devices of the arrays. None: the mesh of the
-        context (``jax.set_mesh``), if any.
-        Arrays on a mesh name it in their types, so None is enough as a rule.
+        context (``jax.set_mesh``), if there is one. The types of arrays on a mesh name
+        the mesh, so that None is usually right.
       slow_axes: The axes of the mesh that lead from one slice of a TPU pod, or from one
         node of GPUs, to another: names such as ``("dcn",)``, or a mapping to the number
-        of slices along each, such as ``{"fsdp": 2}`` for an axis that crosses slices part
-        of the way. Work is shared over slow links only where that pays. None: what the
-        devices say, if the mesh is that of the context (``jax.set_mesh``) or a concrete
-        ``mesh``. ``()``: no axis is slow.
+        of slices along each, such as ``{"fsdp": 2}`` for an axis that spans two slices.
+        Work is shared over slow links only where that pays. None: the devices tell, if
+        the mesh is the mesh of the context (``jax.set_mesh``) or a concrete ``mesh``.
+        ``()``: no axis is slow.
       param_shardings: The shardings of the parameters (and gradients) on a mesh of Auto
-        axes, where types do not hold them: a tree of :class:`jax.sharding.NamedSharding`
-        or :class:`jax.sharding.PartitionSpec`, or of arrays or
-        :class:`jax.ShapeDtypeStruct` with shardings; a prefix of such a tree; or a
-        callable from the parameters to one. None: what ``init`` of this optimizer, or
-        :func:`~orscale_jax.state_shardings`, has seen of parameters of these names and
-        shapes, placed or annotated; else shardings are assumed, with a warning. The
-        argument only decides where Newton–Schulz runs, and how updates are sharded where
-        ``out_shardings`` do not say it: arrays with other shardings are resharded.
-        Explicit axes do not need it.
+        axes, where their types do not hold the shardings. A tree of
+        :class:`jax.sharding.NamedSharding` or :class:`jax.sharding.PartitionSpec`, or of
+        arrays or :class:`jax.ShapeDtypeStruct` with shardings; a prefix of such a tree;
+        or a callable from the parameters to one. None: the shardings of parameters with
+        these names and shapes that ``init`` of this optimizer, or
+        :func:`~orscale_jax.state_shardings`, has seen, placed or annotated. If they have
+        seen none, shardings are assumed, with a warning. The argument only decides where
+        Newton–Schulz runs, and how updates are sharded if ``out_shardings`` do not say
+        it. Arrays with other shardings are resharded. Explicit axes do not need it.
     """
 
     learning_rate: ScalarOrSchedule = dataclasses.field(kw_only=False)
@@ -184,14 +190,14 @@ class Arguments:
     @property
     def adam_rate(self) -> ScalarOrSchedule:
         """AdamW's learning rate."""
-        own = self.adam_learning_rate
-        return self.learning_rate if own is None else own
+        rate = self.adam_learning_rate
+        return self.learning_rate if rate is None else rate
 
     @property
     def adam_decay(self) -> ScalarOrSchedule:
         """AdamW's weight decay."""
-        own = self.adam_weight_decay
-        return self.weight_decay if own is None else own
+        decay = self.adam_weight_decay
+        return self.weight_decay if decay is None else decay
 
     @functools.cached_property
     def polar_options(self) -> PolarOptions:
@@ -215,11 +221,12 @@ class MuonArguments(Arguments):
     r"""The arguments of Muon, which scales its direction.
 
     Args:
-      consistent_rms: Root mean square of the entries of sQ; None for :math:`s = 1`.
-      scale_mode: ``"spectral"`` for :math:`s = \text{rms} \cdot \sqrt{\max(m, n)}`; or
-        ``"shape_scaling"`` for :math:`s = \sqrt{\max(1, n / m)}`, or
-        ``"unit_rms_norm"`` for :math:`s = \sqrt{n / m}`, with m inputs and n outputs:
-        then leave ``consistent_rms`` out. See :func:`~orscale_jax.scale_by_shape`.
+      consistent_rms: The root mean square of the entries of sQ. None: :math:`s = 1`.
+      scale_mode: The scale s of a matrix with m inputs and n outputs. ``"spectral"``:
+        :math:`s = \text{rms} \cdot \sqrt{\max(m, n)}`. ``"shape_scaling"``:
+        :math:`s = \sqrt{\max(1, n / m)}`. ``"unit_rms_norm"``:
+        :math:`s = \sqrt{n / m}`. Leave ``consistent_rms`` out with the last two. See
+        :func:`~orscale_jax.scale_by_shape`.
     """
 
     consistent_rms: ArrayLike | None = CONSISTENT_RMS
@@ -236,9 +243,9 @@ class OrScaleArguments(MuonArguments):
     r"""The arguments of OrScale, which has a trust ratio.
 
     Args:
-      calibrate: Whether c is anchored; False for :math:`c = 1`.
+      calibrate: Whether c is anchored. False: :math:`c = 1`.
       anchor: The rule that sets c: ``"first"`` as in the paper, or ``"largest"`` for
-        matrices whose first direction has low rank; see
+        matrices whose first direction has low rank. See
         :func:`~orscale_jax.scale_by_calibrated_trust_ratio`.
       anchor_steps: The number of directions that ``"largest"`` considers, at least 1.
       r_min: Lower bound of the ratio.

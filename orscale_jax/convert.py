@@ -30,13 +30,13 @@ _SETTINGS = frozenset({"ns_coeffs", "b1"})
 class _OldState:
     """What a state holds."""
 
-    def __init__(self, found: Iterable[StateArray]) -> None:
+    def __init__(self, arrays: Iterable[StateArray]) -> None:
         #: The entries of parameters, by field and owner; the arrays of others, by place.
         self.of_params: dict[tuple[str, Path], list[StateArray]] = {}
         self.others: dict[Path, Any] = {}
         #: All entries but settings, by the place of the node that they are fields of.
         self.nodes: dict[Path, list[StateArray]] = {}
-        for entry in found:
+        for entry in arrays:
             if entry.field not in _SETTINGS:
                 self.nodes.setdefault(entry.place[:-1], []).append(entry)
             if entry.owner is None:
@@ -54,15 +54,17 @@ class _OldState:
     def shapes(self, owner: Path | None, *fields: str) -> set[tuple[int, ...]]:
         """The shapes of these fields of a parameter."""
         held = [] if owner is None else [self.of_params.get((f, owner)) for f in fields]
-        return {np.shape(entry.array) for found in held for entry in found or ()}
+        return {np.shape(entry.array) for arrays in held for entry in arrays or ()}
 
     def array(self, field: str, wanted: StateArray) -> Any:
         """The array of a field of an entry's parameter, at its own place or the only."""
         assert wanted.owner is not None
-        found = self.of_params[field, wanted.owner]
-        here = [entry for entry in found if entry.place == wanted.place] or found
+        candidates = self.of_params[field, wanted.owner]
+        here = [
+            entry for entry in candidates if entry.place == wanted.place
+        ] or candidates
         if len(here) > 1:
-            places = " and ".join(repr(".".join(entry.place)) for entry in found)
+            places = " and ".join(repr(".".join(entry.place)) for entry in candidates)
             raise ValueError(
                 f"the old state holds {field} of {wanted.name} several times, at "
                 f"{places}: pass the part of it that the new optimizer continues."
@@ -99,22 +101,22 @@ class _Conversion:
 
     def array(self, entry: StateArray) -> jax.Array:
         """The array that replaces an initial one in the new state."""
-        owner, shape, found = entry.owner, np.shape(entry.array), self.found(entry)
+        owner, shape, old = entry.owner, np.shape(entry.array), self.found(entry)
         of_param = self.shapes.get(owner or (), shape)
         resized = self.old.shapes(owner, TRACE, "mu") - {of_param}
-        if found is None or (shape != of_param and (resized or np.shape(found) != shape)):
+        if old is None or (shape != of_param and (resized or np.shape(old) != shape)):
             return entry.array  # What was kept of other matrices starts over, too.
-        if np.shape(found) != shape:
+        if np.shape(old) != shape:
             if not self.allow_new:
                 raise ValueError(
-                    f"{entry.field} of {entry.name} has shape {np.shape(found)} in the "
+                    f"{entry.field} of {entry.name} has shape {np.shape(old)} in the "
                     f"old state and {shape} in the new one. If the parameter has another "
                     "length along one axis, pass allow_new=True: what both have is kept. "
                     "Otherwise start over with optimizer.init(params)."
                 )
-            found = _in_shape_of(entry.array, found)
+            old = _in_shape_of(entry.array, old)
         # A copy, so that a donated step does not delete the arrays of the old state.
-        return jnp.array(found, jnp.result_type(entry.array), copy=True)
+        return jnp.array(old, jnp.result_type(entry.array), copy=True)
 
     def found(self, entry: StateArray) -> Any:
         """What the old state knows of an entry of the new one, or None."""
@@ -198,27 +200,27 @@ def convert_state(
     nesterov: bool = True,
     allow_new: bool = False,
 ) -> optax.OptState:
-    r"""Convert another optimizer's state, so that ``optimizer`` continues the run.
+    r"""Convert the state of another optimizer, so that ``optimizer`` continues the run.
 
     Both may be :func:`orscale`, :func:`muon`, one of the family,
     :func:`optax.contrib.muon` or :func:`optax.adamw`, in any of Optax's wrappers
-    (``chain``, ``partition``, ``MultiSteps``), and the old one SGD. States whose first
-    moment is missing or is none of gradients, such as those of :func:`optax.rmsprop` and
-    :func:`optax.novograd`, are refused. Do not convert those of
+    (``chain``, ``partition``, ``MultiSteps``). The old optimizer may also be SGD. If a
+    state has no first moment of the gradients, as with :func:`optax.rmsprop` and
+    :func:`optax.novograd`, it is refused. Do not convert the states of
     :func:`optax.lars`, :func:`optax.lion`, :func:`optax.adamax`, :func:`optax.adabelief`
     and :func:`optax.contrib.adopt`: they look like those of SGD and AdamW, but their
     moments are other quantities.
 
     Arrays that both states hold for a parameter under the same name are kept: momentum,
-    AdamW's moments, c, r. So is what wrappers know of the run, at the same place in both
-    states, such as the ``weight_sum`` of :func:`optax.contrib.schedule_free`. New
-    schedules start at the run's step, or at 0 where no count in the old state tells it,
-    and bias corrections at the age of their moments. Momentum is rounded to the new
+    AdamW's moments, c, r. Arrays of wrappers at the same place in both states are kept as
+    well, such as the ``weight_sum`` of :func:`optax.contrib.schedule_free`. New schedules
+    start at the step of the run, or at 0 if no count in the old state tells the step.
+    Bias corrections start at the age of their moments. Momentum is rounded to the new
     ``mu_dtype``; "int8" to float32 and back changes nothing. Hyperparameters are those of
-    ``optimizer``, and everything else starts as in ``optimizer.init``; a c that is new is
-    anchored at the next direction. A leaf may hold other matrices than before (heads or
-    experts apart, a fused projection divided): its momentum is kept, and what is known
-    of each matrix, such as c, starts over.
+    ``optimizer``. Everything else starts as in ``optimizer.init``, and a new c is
+    anchored at the next direction. A leaf may hold other matrices than before, such as a
+    matrix for each head or parts of a fused projection. Its momentum is kept, and the
+    numbers of each matrix, such as c, start over.
 
     The momentum of :func:`optax.contrib.muon` is an average, :math:`(1 - \mu)` times the
     sum M here, and the two terms of its Nesterov momentum have different bias
@@ -237,15 +239,15 @@ def convert_state(
       momentum: :math:`\mu` of the matrices' momentum, in [0, 1); needed where one of the
         states has an average and the other a sum.
       nesterov: Whether :func:`optax.contrib.muon` uses Nesterov's momentum.
-      allow_new: Whether the old state may lack something, which then starts over:
-        parameters, the moments of those that AdamW did not train before, and, if a
-        parameter has another length along one axis, what it has more than before. Entries
-        of the same index are kept; what is known of each matrix, such as c, starts over.
+      allow_new: Whether the old state may lack something, which then starts over. It may
+        lack parameters, the moments of parameters that AdamW did not train before, and
+        the new entries of a parameter that has another length along one axis. Entries
+        of the same index are kept, and the numbers of each matrix, such as c, start over.
         A parameter of a quite different shape starts over as a whole.
 
     Returns:
       A tree like ``optimizer.init(params)``, with its dtypes, also under ``jax.jit``. It
-      shares no array with ``state``: a step to which it is donated does not delete that.
+      shares no array with ``state``, so that a step that donates it keeps ``state``.
 
     Raises:
       ValueError: If a parameter is missing from the old state (and ``allow_new`` is not
@@ -327,24 +329,24 @@ def _is_variable(node: Any) -> bool:
     return alone and bool(jax.tree_util.all_leaves([node["value"]]))
 
 
-def _in_shape_of(initial: jax.Array, found: Any) -> Any:
+def _in_shape_of(initial: jax.Array, old: Any) -> Any:
     """The entries that both have, if one axis has another length; else the initial."""
-    shapes = list(itertools.zip_longest(initial.shape, np.shape(found)))
-    if initial.ndim != np.ndim(found) or sum(a != b for a, b in shapes) != 1:
+    shapes = list(itertools.zip_longest(initial.shape, np.shape(old)))
+    if initial.ndim != np.ndim(old) or sum(a != b for a, b in shapes) != 1:
         return initial
     both = tuple(slice(min(lengths)) for lengths in shapes)
-    return initial.at[both].set(jnp.asarray(found, initial.dtype)[both])
+    return initial.at[both].set(jnp.asarray(old, initial.dtype)[both])
 
 
-def _decoded(found: Sequence[StateArray]) -> list[StateArray]:
+def _decoded(arrays: Sequence[StateArray]) -> list[StateArray]:
     """The entries of a state, float32 for 8-bit codes, and each number of a ratio."""
     scales_of = {
         ((*place[:-1], TRACE), owner): scales
-        for place, owner, scales in found
+        for place, owner, scales in arrays
         if place[-1:] == (TRACE_SCALE,)
     }
     decoded = []
-    for entry in found:
+    for entry in arrays:
         if (scales := scales_of.get(entry[:2])) is not None:
             both = jnp.asarray(entry.array), jnp.asarray(scales)
             entry = entry._replace(array=int8_blocks.decode(*both, jnp.float32))

@@ -35,7 +35,7 @@ def dimension_numbers(
     head_size: HeadSizes = False,
     **kwargs: Any,
 ) -> Callable[[PyTree], PyTree]:
-    """The ``weight_dimension_numbers`` of an Equinox model, from its modules' types.
+    """Make ``weight_dimension_numbers`` of an Equinox model from its modules' types.
 
     Weights of ``Linear`` (and so of ``MLP`` and ``MultiheadAttention``), ``Conv`` and
     ``ConvTranspose`` are matrices. Embeddings, norms, biases, depthwise convolutions and

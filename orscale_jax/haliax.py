@@ -61,7 +61,7 @@ def dimension_numbers(
     head_size: HeadSizes = False,
     **kwargs: Any,
 ) -> Callable[[PyTree], PyTree]:
-    """The ``weight_dimension_numbers`` of a Haliax model, from its modules' types.
+    """Make ``weight_dimension_numbers`` of a Haliax model from its modules' types.
 
     Weights of ``Linear`` (and so of ``MLP``), ``MoELinear``, ``Conv`` and
     ``ConvTranspose`` are matrices, from their ``In`` (and window) to their ``Out``.
@@ -106,13 +106,15 @@ def _placed(declared: NamedWeight | Numbers, array: hax.NamedArray) -> Numbers:
     if not isinstance(declared, NamedWeight):
         return declared
     axes = array.axes
-    own = [ensure_tuple(axis) for axis in (declared.reduction_axis, declared.output_axis)]
+    names = [
+        ensure_tuple(axis) for axis in (declared.reduction_axis, declared.output_axis)
+    ]
     places: dict[Any, int] = {axis: index for index, axis in enumerate(axes)}
     places |= {axis.name: index for index, axis in enumerate(axes)}
-    missing = [axis for axis in (*own[0], *own[1]) if axis not in places]
+    missing = [axis for axis in (*names[0], *names[1]) if axis not in places]
     if missing:
         return Unresolved(f"its module names {missing}, and its axes are {list(axes)}")
-    rows, columns = (tuple(sorted(places[axis] for axis in named)) for named in own)
+    rows, columns = (tuple(sorted(places[axis] for axis in named)) for named in names)
     # A module that sums over nothing, or makes one number, has no matrix.
     if not rows or not columns:
         return None

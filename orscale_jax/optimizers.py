@@ -38,7 +38,7 @@ from orscale_jax.trees.boxes import PyTree
 
 @takes(OrScaleArguments)
 def orscale(h: OrScaleArguments) -> Optimizer:
-    r"""OrScale: Muon with a calibrated trust ratio per matrix.
+    r"""OrScale: Muon with a calibrated trust ratio for each matrix.
 
     Each matrix :math:`W \in \mathbb{R}^{m \times n}` with gradient G takes the step
 
@@ -53,24 +53,24 @@ def orscale(h: OrScaleArguments) -> Optimizer:
       \hat r &= \mathrm{clip}(r, r_{\min}, r_{\max}), \\
       W &\leftarrow W - \eta \, \hat r \, D,
 
-    with c set at the matrix's first step so that the first r is 1: that step is
-    :func:`muon`'s (Muon+Moonlight). AdamW trains every other parameter.
+    where c is set at the first step of the matrix, so that the first r is 1: that step
+    is the same as with :func:`muon`. AdamW trains all other parameters.
 
-    The defaults are the paper's language-model configuration. Its vision configuration is
-    ``orscale(lr, consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5)``.
+    The defaults are the paper's configuration for language models. Its configuration for
+    vision is ``orscale(lr, consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5)``.
 
     Returns:
-      A transformation. Its updates have the gradients' shapes and, as in Optax's
-      optimizers, the dtype to which gradient, parameter and ``mu_dtype`` promote. Norms,
-      D, c and r are float32 (float64 for float64). They are in the state:
+      A transformation. Its updates have the shapes of the gradients. As in Optax, their
+      dtype is the one to which gradient, parameter and ``mu_dtype`` promote. The state
+      holds c, r and the norms of each matrix, in float32 (float64 for float64), and
       :func:`orscale_jax.diagnostics.read` gives them by name.
 
     Raises:
       ValueError: At once, if a hyperparameter is not valid. From ``init``, if a leaf is
         ambiguous or does not fit its dimension numbers. From ``update``, if ``params`` is
-        missing, a gradient has another shape than its parameter, or the state is not one
-        that ``init`` makes of these parameters. The checks happen while JAX traces.
-      TypeError: If an argument is not known; the message suggests the nearest one.
+        missing, a gradient has another shape than its parameter, or ``init`` would not
+        make this state of these parameters. The checks run while JAX traces.
+      TypeError: If an argument is not known. The message suggests the nearest one.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -174,7 +174,9 @@ def build(chain: Chain, h: Arguments) -> Optimizer:
             polar=polar,
         )
         groups = {MATRIX: chain(stages), ADAMW: adamw_chain(h, mask)}
-        labels = jax.tree.map(lambda own: MATRIX if own else ADAMW, matrices.mask)
+        labels = jax.tree.map(
+            lambda is_matrix: MATRIX if is_matrix else ADAMW, matrices.mask
+        )
         # Labels replace whole boxes: no box is without an array. In a function, since
         # optax.partition would call a tree of labels that is callable.
         return optax.partition(groups, lambda _: labels)
@@ -185,19 +187,20 @@ def build(chain: Chain, h: Arguments) -> Optimizer:
 
 @takes(MuonArguments)
 def muon(h: MuonArguments) -> Optimizer:
-    r"""Muon, the limit :math:`\hat r \equiv 1` of :func:`orscale`.
+    r"""Muon for the matrices, and AdamW for all other parameters.
 
-    The step is :math:`W \leftarrow W - \eta (\lambda W + s Q)`, with the stages of
-    :func:`orscale` without the trust ratio. ``consistent_rms=0.2`` is Muon+Moonlight,
-    ``consistent_rms=None`` is Muon with s = 1, and ``scale_mode="shape_scaling"`` is Muon
-    with the scale of Keller Jordan's code and of :func:`optax.contrib.muon`.
+    Each matrix takes the step :math:`W \leftarrow W - \eta (\lambda W + s Q)`: this is
+    :func:`orscale` without the trust ratio, :math:`\hat r = 1`. The default,
+    ``consistent_rms=0.2``, is Muon+Moonlight. ``consistent_rms=None`` is Muon with s = 1.
+    ``scale_mode="shape_scaling"`` is the scale of Keller Jordan's code and of
+    :func:`optax.contrib.muon`.
 
-    :func:`optax.contrib.muon` has other defaults: no decay, ``adam_b2=0.999``,
-    ``adam_nesterov=True``, embeddings and heads among the matrices, and
-    ``consistent_rms=None``, which there means ``scale_mode="shape_scaling"``.
+    :func:`optax.contrib.muon` has other defaults. It has no decay, ``adam_b2=0.999`` and
+    ``adam_nesterov=True``, and it treats embeddings and heads as matrices. Its
+    ``consistent_rms=None`` means ``scale_mode="shape_scaling"``.
 
     Returns:
-      An optimizer, as :func:`orscale` does.
+      A transformation, as :func:`orscale` does, without c and r in its state.
 
     Raises:
       ValueError: In the same cases as :func:`orscale`.

@@ -28,6 +28,7 @@ _OTHER_NAMES = {
     "beta1": "adam_b1",
     "beta2": "adam_b2",
 }
+_PAIRS = {"betas": ("adam_b1", "adam_b2")}  # What has two names here.
 
 
 def refuse(name: str, value: Any, remedy: str) -> NoReturn:
@@ -48,24 +49,33 @@ def checks_arguments(
     def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         for name in (name for name in kwargs if name not in known):
             parts = (_OTHER_NAMES.get(part, part) for part in name.split("_"))
-            likely = [ours := "_".join(parts)]
+            likely = [ours := "_".join(parts), *_PAIRS.get(name, ())]
             likely += [other for other in known if other.endswith(f"_{name}")]
             likely += difflib.get_close_matches(ours, known, n=1)
-            found = dict.fromkeys(other for other in likely if other in known)
+            suggestions = dict.fromkeys(other for other in likely if other in known)
             hint = f"its arguments are {', '.join(known)}."
             if name in of_orscale:
                 hint = f"{name} is orscale's argument; {name_of_function} has none."
-            elif found:
-                hint = f"did you mean {' or '.join(found)}?"
+            elif name == "head_size" and "weight_dimension_numbers" in known:
+                hint = (
+                    "it is an argument of by_path and of nnx_dimension_numbers: pass "
+                    "weight_dimension_numbers=by_path({}, head_size=...)."
+                )
+            elif suggestions:
+                joined = " and " if name in _PAIRS else " or "
+                hint = f"did you mean {joined.join(suggestions)}?"
             raise TypeError(
                 f"{name_of_function}() got an unexpected keyword argument {name!r}: "
                 f"{hint}"
             )
         try:
-            given = signature.bind(*args, **kwargs).arguments
+            bound = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
-            raise TypeError(f"{name_of_function}(): {error}.") from None
-        for name, value in given.items():
+            by_name = [n for n, p in known.items() if p.kind is p.KEYWORD_ONLY]
+            remedy = f": pass {by_name[0]} and the others by name" if by_name else ""
+            remedy = remedy if "too many" in str(error) else ""
+            raise TypeError(f"{name_of_function}(): {error}{remedy}.") from None
+        for name, value in bound.items():
             is_number = type(known[name].default) in (int, float)
             if is_number and callable(value) and name not in SCHEDULED:
                 required = [n for n, p in known.items() if p.default is p.empty]
@@ -117,12 +127,12 @@ def number(
 
 def not_rounded(name: str, value: Any) -> None:
     """Refuse arrays, also traced ones, of a dtype narrower than float32."""
-    given = getattr(value, "dtype", None)
-    if given is None or not jnp.issubdtype(given, jnp.floating):
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return
-    if jnp.dtype(given).itemsize < 4:  # In Keras they are names.
+    if jnp.dtype(dtype).itemsize < 4:  # In Keras they are names.
         raise ValueError(
-            f"{name} has dtype {given}, which rounds it (0.999 to 1 in bfloat16): pass a "
+            f"{name} has dtype {dtype}, which rounds it (0.999 to 1 in bfloat16): pass a "
             "Python number or float32. optax.inject_hyperparams casts hyperparameters to "
             "the dtype of the parameters unless it is given hyperparam_dtype=jnp.float32."
         )
@@ -214,7 +224,8 @@ def transformation(name: str, value: Any) -> None:
     if not all(callable(getattr(value, each, None)) for each in ("init", "update")):
         raise ValueError(
             f"{name} is of type {type(value).__name__}: pass a gradient transformation, "
-            "such as those of Optax."
+            "such as those of Optax. Dimension numbers are an argument of the optimizer: "
+            "muon(rate, weight_dimension_numbers=numbers)."
         )
 
 

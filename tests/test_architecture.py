@@ -1,15 +1,25 @@
-"""The direction of imports that CONTRIBUTING.md draws; tables of contents."""
+"""docs/architecture.md: the direction of imports, and its recipes; tables of contents."""
 
 import ast
+import dataclasses
+import inspect
 import re
+import sys
+import types
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from orscale_jax import diagnostics, family
+from orscale_jax import diagnostics, family, orthogonalize, polar_factor
+from orscale_jax.newton_schulz.platforms import PLATFORMS
+from orscale_jax.transforms import trust_ratio
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "orscale_jax"
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
 # Each folder, and the folders of the package that it imports.
 BELOW_STAGES = {"distributed", "newton_schulz", "parameters", "sharding", "trees"}
@@ -57,16 +67,79 @@ def test_imports_go_one_way(folder):
 def test_every_folder_has_a_place():
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert folders == set(FOLDERS)
-    page = (ROOT / "CONTRIBUTING.md").read_text()
     for folder in folders:
-        assert f"`{folder}/`" in page, folder
+        assert f"`{folder}/`" in PAGE, folder
 
 
 def test_the_page_names_files_that_are_there():
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    section = page.split("\n## Architecture\n")[1].split("\n## ")[0]
     there = {path.name for path in PACKAGE.rglob("*.py")} | {"test_architecture.py"}
-    assert set(re.findall(r"\w+\.py", section)) <= there
+    assert set(re.findall(r"\w+\.py", PAGE)) <= there
+
+
+def test_the_recipes_name_what_is_in_their_files():
+    recipes = PAGE.split("\n## How to change it\n")[1].split("\n## ")[0]
+    names = 0
+    for files in re.findall(r"^\|.*\| (.*) \|$", recipes, re.MULTILINE)[2:]:
+        for file, text in re.findall(r"`([\w/]+\.py)`: (.*?)(?=; `|$)", files):
+            source = (PACKAGE / file).read_text()
+            for name in re.findall(r"`(\w[\w.]*)[`(]", text):
+                assert name == "report.html" or name in source, f"{name} in {file}"
+                names += 1
+    assert names > 20
+
+
+@pytest.mark.parametrize("public", ["polar_factor", "orthogonalize"])
+def test_the_recipe_for_a_dtype_on_a_platform(public, monkeypatch):
+    """The platform's row alone decides, whichever function the user calls."""
+
+    def program(x):
+        if public == "polar_factor":
+            return polar_factor(x)
+        stage = orthogonalize()
+        return stage.update({"kernel": x}, stage.init({"kernel": x}))[0]
+
+    def lowered(columns):  # Another shape, since JAX keeps what it has traced.
+        traced = jax.jit(program).trace(jnp.ones((8, columns)))
+        return traced.lower(lowering_platforms=("tpu",)).as_text()
+
+    assert "bf16" in lowered(16)
+    row = dataclasses.replace(PLATFORMS["tpu"], dtype=np.dtype(np.float32))
+    monkeypatch.setitem(PLATFORMS, "tpu", row)
+    assert "bf16" not in lowered(24)
+
+
+def test_the_recipe_for_another_rule_that_sets_c(monkeypatch):
+    source = inspect.getsource(trust_ratio)
+    for now, changed in [
+        (
+            '= FIRST, LARGEST = ("first", "largest")',
+            '= FIRST, LARGEST, _ = ("first", "largest", "mean")',
+        ),
+        ("if self.anchor == LARGEST else 1", "if self.anchor != FIRST else 1"),
+        (
+            "jnp.minimum(known, found)",
+            "(known * count + found) / (count + 1)",
+        ),
+        (
+            "_calibrated(ratio.calibrate, before",
+            "_calibrated(ratio.calibrate, ratio.anchor, before",
+        ),
+        ("static_argnums=0)", "static_argnums=(0, 1))"),
+        (
+            "    calibrate: bool,\n    before",
+            "    calibrate: bool,\n    anchor: str,\n    before",
+        ),
+    ]:
+        assert source.count(now) == 1, now
+        source = source.replace(now, changed)
+    copy = types.ModuleType("with_a_mean")
+    monkeypatch.setitem(sys.modules, copy.__name__, copy)  # Dataclasses look there.
+    exec(compile(source, trust_ratio.__file__, "exec"), vars(copy))
+    stage = copy.scale_by_calibrated_trust_ratio(anchor="mean", anchor_steps=3, eps=0.0)
+    params, state = {"kernel": jnp.eye(2)}, stage.init({"kernel": jnp.eye(2)})
+    for norm in (1.0, 2.0, 4.0, 8.0):
+        _, state = stage.update({"kernel": norm * jnp.eye(2)}, state, params)
+    np.testing.assert_allclose(state.calibration["kernel"], (1 + 1 / 2 + 1 / 4) / 3)
 
 
 WITHOUT_JAX = {

@@ -40,6 +40,18 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
         exec(compile("\n" * above + block[1], page, "exec"), namespace)
 
 
+def test_every_program_of_the_gallery_has_a_page():
+    programs, pages = (
+        {path.stem for path in (ROOT / folder).glob(files)} - {"__init__"}
+        for folder, files in (("examples/gallery", "*.py"), ("docs/gallery", "*.md"))
+    )
+    assert programs == pages
+    for name in pages:
+        text = (ROOT / "docs" / "gallery" / f"{name}.md").read_text()
+        assert f"python -m examples.gallery.{name}\n" in text
+        assert f"{{literalinclude}} ../../examples/gallery/{name}.py" in text
+
+
 # Sphinx checks the links of the site.
 LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
 CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -94,6 +106,12 @@ def public_names(module):
                     yield f"{module}.{alias.name}"
 
 
+def names_on_pages():
+    """Of the API reference."""
+    pages = (ROOT / "docs" / "api").glob("*.md")
+    return {name for page in pages for name in names_on(page)}
+
+
 def names_on(page):
     module = None
     for directive in DIRECTIVE.finditer(page.read_text()):
@@ -112,4 +130,4 @@ def names_on(page):
 def test_the_api_has_every_public_name(module):
     public = set(public_names("orscale_jax" + module))
     assert public
-    assert public <= set(names_on(ROOT / "docs" / "api.md"))
+    assert public <= names_on_pages()

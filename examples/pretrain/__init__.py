@@ -4,7 +4,6 @@
     python -m examples.pretrain --recipe demo             # the demo: minutes on 2 cores
     python -m examples.pretrain --recipe 125m-orscale --data shards/*.bin
     python -m examples.pretrain --recipe demo-moe --help  # every option
-    python -m examples.pretrain.compare RUN...            # several seeds side by side
     python -m examples.pretrain.sample --run RUN "text"   # what its models write
 
 Read `train` and `step` first: the loop, and what a step does with the optimizer. They
@@ -27,7 +26,6 @@ data        which files of text or tokens
 batches     which windows of them a step sees
 recipes     runs by name: own text, the demos, the paper's
 operation/  folders, checkpoints, signals, logs and the report
-compare     several runs side by side
 sample      text that the models of a run write
 ==========  ================================================================
 """

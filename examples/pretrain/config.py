@@ -14,8 +14,6 @@ import tyro
 from examples.pretrain.errors import UsageError
 from examples.pretrain.meshes import MeshConfig
 
-# Of CIFAR-10, in training.
-IMAGES_PER_EPOCH = 50_000
 # Fields that are not command-line options: the recipe has them.
 _NO_OPTIONS = frozenset({"model.dtype", "model.param_dtype"})
 
@@ -41,7 +39,7 @@ class Recipe:
     adam_b2: float = 0.95
     # Weight decay of all parameters.
     weight_decay: float = 0.1
-    # Momentum of the matrices, and of LARS.
+    # Momentum of the matrices.
     momentum: float = 0.95
     # Lower bound of the trust ratio. None: the optimizer's own.
     r_min: float | None = None
@@ -51,13 +49,13 @@ class Recipe:
     clip: float | None = 1.0
     # Steps of linear warmup; a cosine to zero follows.
     warmup_steps: int = 1_000
-    # Optimizer steps, instead of --tokens or --epochs. None: as many as these make.
-    steps: int | None = None
+    # Optimizer steps.
+    steps: int
     # Sequences or images per step, over all devices.
     batch_size: int = 256
     # Seed of the initial weights and of the order of the data.
     seed: int = 42
-    # Steps between validations. None: an epoch of images, or all steps.
+    # Steps between validations. None: all steps.
     val_every: int | None = 500
     # Batches of a validation, always the same. None: all validation data.
     val_batches: int | None = 20
@@ -85,51 +83,19 @@ class Recipe:
                 continue
             if not fine:
                 raise UsageError(f"--{name.replace('_', '-')} {value} must be {wanted}.")
-        if self.num_steps <= self.warmup_steps:
+        if self.steps <= self.warmup_steps:
             raise UsageError(
                 f"--warmup-steps {self.warmup_steps} must be below the "
-                f"{self.num_steps} steps: pass a smaller one, or more --steps."
+                f"{self.steps} steps: pass a smaller one, or more --steps."
             )
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps: those set, or the whole ones that the data make."""
-        if self.steps is not None:
-            return self.steps
-        if (steps := self._steps_of_data()) is None:
-            raise UsageError("--steps, or --tokens or --epochs of data: set one of them.")
-        return steps
-
-    @property
-    def validation_every(self) -> int:
-        """Steps between validations."""
-        return self.val_every or self.num_steps
-
-    def _steps_of_data(self) -> int | None:
-        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextRecipe(Recipe):
     """A language model's."""
 
-    # Tokens of text to train on, instead of --steps.
-    tokens: int | None = None
     # Tokens that a prediction may look back on.
     seq_len: int
-    # Each head of attention is a matrix, and not all heads of a projection together.
-    per_head: bool = False
-
-    def _steps_of_data(self) -> int | None:
-        return self.tokens and self.tokens // (self.batch_size * self.seq_len)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderRecipe(TextRecipe):
-    """A dense decoder's."""
-
-    # A fused query, key and value is one matrix, as the paper has it, or three.
-    qkv: Literal["matrix", "blocks"] = "matrix"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,19 +112,8 @@ class MixtureRecipe(TextRecipe):
 class ImageRecipe(Recipe):
     """A classifier's of images."""
 
-    # Epochs to train for, instead of --steps: of CIFAR-10's 50,000 images whatever the
-    # data.
-    epochs: int | None = None
     # Side of the square that is cut out of training images.
     cutout: int = 0
-
-    @property
-    def validation_every(self) -> int:
-        """Steps between validations: those set, or an epoch of CIFAR-10."""
-        return self.val_every or max(IMAGES_PER_EPOCH // self.batch_size, 1)
-
-    def _steps_of_data(self) -> int | None:
-        return self.epochs and self.epochs * (IMAGES_PER_EPOCH // self.batch_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

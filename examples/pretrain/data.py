@@ -122,38 +122,22 @@ def read_corpus(
 
 def read_shard(path: pathlib.Path) -> np.ndarray:
     """The tokens of a shard, mapped rather than read into memory."""
-    size = path.stat().st_size
-    if size == 0:
-        raise UsageError(f"{path} is empty: write the shard again, or leave it out.")
-    if size % 2:
-        raise UsageError(
-            f"{path} has an odd length of {size} bytes, so it is no array of uint16 "
-            "tokens (cut off?): write it again."
-        )
-    header = np.fromfile(path, dtype="<i4", count=min(HEADER_INTS, size // 4))
-    magic = header[0] if header.size else 0
-    if magic == MAGIC_OF_UINT32:
-        raise UsageError(
-            f"{path} is a shard of uint32 tokens (llm.c, Llama 3): convert it to uint16."
-        )
-    offset = 0
-    if magic == MAGIC:
+    size, offset = path.stat().st_size, 0
+    header = np.fromfile(path, "<i4", count=HEADER_INTS)
+    if header.size and header[0] in (MAGIC, MAGIC_OF_UINT32):
         offset = 4 * HEADER_INTS
-        if header.size < HEADER_INTS:
-            raise UsageError(f"{path} ends within its header (cut off?): write it again.")
-        version, count, present = header[1], header[2], (size - offset) // 2
-        if version != VERSION:
+        wanted = [MAGIC, VERSION, max(size - offset, 0) // 2]
+        if header.size < HEADER_INTS or header[:3].tolist() != wanted:
             raise UsageError(
-                f"{path} has version {version} of the shard format; only version "
-                f"{VERSION} is known: convert it."
+                f"{path} begins with {header[:3].tolist()}: magic number, version and "
+                f"count of tokens. A whole shard of uint16 tokens of this length has "
+                f"{wanted} (cut off, or of another kind?): write it again, or convert it."
             )
-        if count != present:
-            raise UsageError(
-                f"{path} should hold {count} tokens by its header but holds {present} "
-                "(cut off?): write it again."
-            )
-    if size == offset:
-        raise UsageError(f"{path} holds no tokens: write it again, or leave it out.")
+    if size == offset or size % 2:
+        raise UsageError(
+            f"{path} holds {size - offset} bytes of tokens, which make no uint16 (empty, "
+            "or cut off?): write it again, or leave it out."
+        )
     return np.memmap(path, dtype="<u2", mode="r", offset=offset)
 
 
@@ -226,14 +210,12 @@ def _find(patterns: Sequence[str]) -> Files:
 
 def _files_below(folder: pathlib.Path) -> list[pathlib.Path]:
     """All but hidden files and empty texts, which source trees are full of."""
-    files, seen = list[pathlib.Path](), set[str]()
-    for root, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(root)
-        shown = [name for name in folders if not name.startswith(".")]
-        folders[:] = [] if real in seen else shown  # A link may lead back.
-        seen.add(real)
-        paths = (pathlib.Path(root, name) for name in names if not name.startswith("."))
-        files += (path for path in paths if path.is_file())
+    found = (
+        path
+        for path in folder.rglob("*")
+        if not any(p.startswith(".") for p in path.relative_to(folder).parts)
+    )
+    files = [path for path in found if path.is_file()]
     return [path for path in files if path.stat().st_size or _is_shard(path)]
 
 

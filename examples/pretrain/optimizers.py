@@ -38,10 +38,11 @@ class Optimizer:
     readable: bool = False
 
     @property
-    def hyperparameters(self) -> frozenset[str]:
-        """The recipe's fields that it takes, apart from the learning rate."""
-        of_adam = {"adam_learning_rate"} if self.has_matrices else set()
-        return frozenset(self.given.values()) | of_adam
+    def options(self) -> frozenset[str]:
+        """The options of a run that it takes, apart from the learning rate."""
+        of_matrices = {"adam_learning_rate", "router"} if self.has_matrices else set()
+        of_readings = {"measure_every"} if self.readable else set()
+        return frozenset(self.given.values()) | of_matrices | of_readings
 
 
 _ADAM = {"b1": "adam_b1", "b2": "adam_b2", "weight_decay": "weight_decay"}
@@ -61,6 +62,11 @@ def _ours(
         has |= inspect.signature(muon).parameters
     given = {name: name for name in _SAME_NAME if name in has and name not in fixed}
     return Optimizer(label, constructor, given, fixed, advised, True, readable=True)
+
+
+def _orscale(label: str, constructor: Constructor = orscale, **fixed: Any) -> Optimizer:
+    """One with a trust ratio, which multiplies the rate of the matrices alone."""
+    return _ours(label, constructor, (1.0, 2.0), **fixed)
 
 
 def _optax_muon(
@@ -84,32 +90,29 @@ def _with_master_weights(*args: Any, **kwargs: Any) -> Transformation:
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": Optimizer("AdamW", optax.adamw, _ADAM),
     "lamb": Optimizer("LAMB", optax.lamb, _ADAM),
-    "lars": Optimizer(
-        "LARS", optax.lars, {"momentum": "momentum", "weight_decay": "weight_decay"}),
     # s = 1: a step of a matrix has singular values of the rate, whatever its shape.
     "muon": _ours("Muon (s = 1)", muon, (4.0, 6.0), consistent_rms=None),
     # `orscale_jax.muon` as it is.
     "muon_moonlight": _ours("Muon+Moonlight", muon, _LIKE_MUON),
-    "orscale": _ours("OrScale", orscale),
+    "orscale": _orscale("OrScale"),
     "orscale_vision": _ours(
         "OrScale (s = 1)", functools.partial(orscale, r_min=0.5, r_max=1.5),
         consistent_rms=None, calibrate=False),
-    "uncalibrated": _ours("Uncalibrated ratio", orscale, calibrate=False),
-    "unclipped": _ours("No clip", orscale, r_min=-math.inf, r_max=math.inf),
+    "uncalibrated": _orscale("Uncalibrated ratio", calibrate=False),
+    "unclipped": _orscale("No clip", r_min=-math.inf, r_max=math.inf),
     # The family.
     "hyperball": _ours("Hyperball", family.hyperball),
     "normuon": _ours("NorMuon", family.normuon, (2.0, 6.0)),
     "muon_plus": _ours("Muon+", family.muon_plus),
-    "cautious": _ours("OrScale, cautious decay", family.cautious),
+    "cautious": _orscale("OrScale, cautious decay", family.cautious),
     "orscale_on_normuon": _ours("OrScale on NorMuon", family.orscale_on_normuon),
     "aurora": _ours("Aurora", family.aurora),
     # Another anchor.
-    "largest_anchor": _ours("OrScale, largest anchor", orscale, anchor="largest"),
+    "largest_anchor": _orscale("OrScale, largest anchor", anchor="largest"),
     # Less memory: for the momentum, or by weights in bfloat16.
-    "bfloat16_momentum": _ours(
-        "OrScale, bfloat16 momentum", orscale, mu_dtype="bfloat16"),
-    "int8_momentum": _ours("OrScale, 8-bit momentum", orscale, mu_dtype="int8"),
-    "master_weights": _ours("OrScale, master weights", _with_master_weights),
+    "bfloat16_momentum": _orscale("OrScale, bfloat16 momentum", mu_dtype="bfloat16"),
+    "int8_momentum": _orscale("OrScale, 8-bit momentum", mu_dtype="int8"),
+    "master_weights": _orscale("OrScale, master weights", _with_master_weights),
     # The same as Muon+Moonlight, by another library.
     "optax_muon": Optimizer(
         "optax.contrib.muon", _optax_muon,

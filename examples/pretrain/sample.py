@@ -29,14 +29,16 @@ BYTES = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to sample."""
+    """Continue a text with the model of a run's newest checkpoint."""
 
+    # The text to continue. None: a new document.
+    prompt: tyro.conf.Positional[str] = ""
+    # Folder of a run: of one optimizer, or of several, whose models then take turns.
+    run: pathlib.Path = pathlib.Path("runs/text")
     # Bytes to write, at most: the model may end the text before.
     length: int = 200
     # The logits are divided by it. 0 takes the likeliest byte every time.
     temperature: float = 0.8
-    # The likeliest bytes, of which one is drawn. None: all of them.
-    top_k: int | None = None
     # Of the draws; the same seed gives the same text.
     seed: int = 0
 
@@ -44,24 +46,11 @@ class Sampling:
         for name, fine, wanted in (
             ("length", self.length >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature < float("inf"), "at least 0"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
             ("seed", 0 <= self.seed < 2**32, "at least 0 and below 2**32"),
         ):
             if not fine:
                 option = f"--{name.replace('_', '-')} {getattr(self, name)}"
                 raise UsageError(f"{option} must be {wanted}.")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Command:
-    """Continue a text with the model of a run's newest checkpoint."""
-
-    # The text to continue. None: a new document.
-    prompt: tyro.conf.Positional[str] = ""
-    # Folder of a run: of one optimizer, or of several, whose models then take turns.
-    run: pathlib.Path = pathlib.Path("runs/text")
-    # How to sample.
-    sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()
 
 
 def sample(folder: pathlib.Path, prompt: str, sampling: Sampling) -> str:
@@ -111,7 +100,7 @@ def generate(
         window = np.zeros((1, context), np.int32)
         window[0, : len(seen)] = seen
         logits = _next_logits(graphdef, state, window, len(seen) - 1)
-        byte = int(draw(jax.random.fold_in(key, index), logits, sampling))
+        byte = int(draw(jax.random.fold_in(key, index), logits, sampling.temperature))
         if byte == SEPARATOR[0]:
             return
         yield byte
@@ -129,13 +118,11 @@ def _next_logits(graphdef: Any, state: Any, tokens_1xT: Any, last: Any) -> jax.A
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def draw(key: jax.Array, logits_V: jax.Array, sampling: Sampling) -> jax.Array:
-    """A byte."""
-    if sampling.temperature == 0:
+def draw(key: jax.Array, logits_V: jax.Array, temperature: float) -> jax.Array:
+    """A byte; the likeliest one at temperature 0."""
+    if temperature == 0:
         return logits_V.argmax()
-    count = min(sampling.top_k or BYTES, len(logits_V))
-    best_K, bytes_K = jax.lax.top_k(logits_V, count)
-    return bytes_K[jax.random.categorical(key, best_K / sampling.temperature)]
+    return jax.random.categorical(key, logits_V / temperature)
 
 
 def show_samples(
@@ -160,8 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         prog = "python -m examples.pretrain.sample"
-        command = tyro.cli(Command, args=arguments, prog=prog)
-        show_samples(command.run, command.prompt, Console(), command.sampling)
+        sampling = tyro.cli(Sampling, args=arguments, prog=prog)
+        show_samples(sampling.run, sampling.prompt, Console(), sampling)
 
     return exit_code_of(run)
 

@@ -84,7 +84,7 @@ def learning_rates(recipe: Recipe) -> optax.Schedule:
         init_value=peak / max(recipe.warmup_steps, 1),
         peak_value=peak,
         warmup_steps=recipe.warmup_steps,
-        decay_steps=recipe.num_steps,
+        decay_steps=recipe.steps,
         end_value=0.0,
     )
 

@@ -20,9 +20,6 @@ class Task:
     # Operations of the model in a training step, without those that rematerialization
     # repeats; None where they are not counted.
     flops_per_example: float | None = None
-    # Whether the loss records "expert_load" (L, E): each expert's share of the
-    # assignments of its layer.
-    has_experts = False
 
     def create(self, rngs: nnx.Rngs) -> nnx.Module:
         """The model with its initial weights."""

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from examples.pretrain.batches import read_text
-from examples.pretrain.config import Config, DecoderRecipe, ImageRecipe, MixtureRecipe
+from examples.pretrain.config import Config, ImageRecipe, MixtureRecipe, TextRecipe
 from examples.pretrain.errors import UsageError
 from examples.pretrain.loss import cross_entropy
 from examples.pretrain.models import attention, dense, moonlight
@@ -29,6 +29,7 @@ from examples.vision.batches import (
 )
 from examples.vision.cifar import read_cifar10
 from examples.vision.shapes import draw_shapes
+from orscale_jax.flax import nnx_dimension_numbers
 
 SHAPES_TO_TRAIN, SHAPES_TO_VALIDATE = 8_000, 1_000
 
@@ -56,9 +57,7 @@ class DecoderTask(Task):
         return dense.Dense(self.config, rngs)
 
     def weight_dimension_numbers(self, model: Any) -> Callable[[PyTree], PyTree]:
-        return dense.weight_dimension_numbers(
-            model, qkv=self.recipe.qkv, per_head=self.recipe.per_head
-        )
+        return nnx_dimension_numbers(model)
 
     def loss(self, model: Any, batch: jax.Array) -> tuple[jax.Array, Metrics]:
         loss = self.cross_entropy(model, model.hidden(batch[:, :-1]), batch)
@@ -92,23 +91,17 @@ class DecoderTask(Task):
         """
         config, T = self.config, self.items_per_example
         weights = count_parameters(nnx.eval_shape(lambda: self.create(nnx.Rngs(0))))
-        if not config.tied:
-            weights -= config.vocab_size * config.width  # Looking up is no product.
         return 6.0 * weights * T + 12.0 * config.layers * config.width * T**2
 
 
 class MixtureTask(DecoderTask):
     """The same with routing, whose biases move after every step."""
 
-    has_experts = True
-
     def create(self, rngs: nnx.Rngs) -> nnx.Module:
         return moonlight.Moonlight(self.config, rngs)
 
     def weight_dimension_numbers(self, model: Any) -> Callable[[PyTree], PyTree]:
-        return moonlight.weight_dimension_numbers(
-            model, router=self.recipe.router, per_head=self.recipe.per_head
-        )
+        return moonlight.weight_dimension_numbers(model, self.recipe.router)
 
     def loss(self, model: Any, batch: jax.Array) -> tuple[jax.Array, Metrics]:
         hidden, routing = model.hidden(batch[:, :-1])
@@ -219,7 +212,7 @@ class Kind(NamedTuple):
     read: Callable[[Config], Data]  # What it is trained and validated on.
 
 
-_DENSE = Kind("Decoder", dense.DenseConfig, DecoderRecipe, DecoderTask, read_text)
+_DENSE = Kind("Decoder", dense.DenseConfig, TextRecipe, DecoderTask, read_text)
 _MOONLIGHT = Kind(
     "Mixture of experts", moonlight.MoonlightConfig, MixtureRecipe, MixtureTask, read_text
 )

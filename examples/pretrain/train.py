@@ -89,7 +89,7 @@ def train(
         for interval in train(trainer, state, 0, lambda step: step % 10 == 0):
             print(interval.step, interval.loss)
     """
-    last = trainer.setup.recipe.num_steps
+    last = trainer.setup.recipe.steps
     pending: list[dict[str, jax.Array]] = []
     began = time.perf_counter()
     for step, batch in enumerate(trainer.batches.read_ahead(start, last), start + 1):

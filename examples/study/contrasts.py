@@ -2,9 +2,10 @@
 
     python -m examples.study.contrasts
 
-prints the numbers of README's table and of the first one of docs/study/two_rates.md, and
-the table of the first batch. All but question 1 of the second protocol, "the two pairs",
-and Muon with s = 1 were asked once the results were known: exploratory.
+prints the numbers of README's table and of the first one of docs/study/two_rates.md, the
+table of the first batch, and OrScale's losses at multiples of AdamW's rate. All but
+question 1 of the second protocol, "the two pairs", and Muon with s = 1 were asked once
+the results were known: exploratory.
 """
 
 import csv
@@ -77,12 +78,16 @@ def confirmed(table: str, arm: str, seeds: Iterable[int] = SEEDS) -> Losses:
     return {seed: ours[rates][seed] for seed in wanted}
 
 
-def at_adamws_rate(workload: str, arm: str, times: int = 1) -> Losses:
-    """In the first study, at AdamW's best rate for the mean of its five seeds."""
+def adamws_rate(workload: str) -> float:
+    """AdamW's best rate in the first study, for the mean of its five seeds."""
     of_adamw = losses_of(workload, "adamw")
-    whole = {rate: x for rate, x in of_adamw.items() if len(x) == 5}
-    [best] = min(whole, key=lambda rate: sum(whole[rate].values()))
-    return losses_of(workload, arm)[float(f"{times * best:.6g}"),]
+    whole = {rate: x for (rate,), x in of_adamw.items() if len(x) == 5}
+    return min(whole, key=lambda rate: sum(whole[rate].values()))
+
+
+def at_adamws_rate(workload: str, arm: str, times: int = 1) -> Losses:
+    """In the first study, at a multiple of AdamW's best rate."""
+    return losses_of(workload, arm)[float(f"{times * adamws_rate(workload):.6g}"),]
 
 
 def contrast(
@@ -172,6 +177,13 @@ def contrasts() -> list[tuple[str, str, Interval]]:
         label = f"Muon+Moonlight at twice AdamW's best rate − `{arm}` at it"
         over = f"{group}: {len(names)} workloads ({lower} are below 0)"
         rows.append((label, over, interval(np.mean(twice, axis=0))))
+    for group, names in (("text", TEXT), ("images", IMAGES)):
+        pairs = [[at_adamws_rate(name, "orscale", x) for x in (2, 1)] for name in names]
+        found_here = [paired(*pair) for pair in pairs]
+        lower = sum(np.mean(found_here, axis=1) < 0)
+        label = "OrScale at twice AdamW's best rate − OrScale at it"
+        over = f"{group}: {len(names)} workloads ({lower} are below 0)"
+        rows.append((label, over, interval(np.mean(found_here, axis=0))))
     return rows
 
 
@@ -207,13 +219,39 @@ def first_batch() -> list[list[str]]:
     return rows
 
 
+def orscale_at_multiples() -> list[list[str]]:
+    """OrScale at multiples of AdamW's best rate, minus OrScale at that rate.
+
+    The multiples are those of the matrices and of AdamW's parameters. Of text, these are
+    the workloads with all of them, on the seeds of the searches.
+    """
+    names = [*_both("dense-small"), *PAIRED, f"mixture-large{SMALL_INIT}"]
+    rows = []
+    for pair in ((1, 2), (1, 4), (2, 2), (2, 4)):
+        found = []
+        for name in names:
+            of_rates = losses_of(f"two_rates/{name}", "orscale")
+            losses, at_it = (
+                of_rates[tuple(float(f"{x * adamws_rate(name):.6g}") for x in multiples)]
+                for multiples in (pair, (1, 1))
+            )
+            found.append(paired(losses, at_it))
+        lower = sum(np.mean(found, axis=1) < 0)
+        told = str(interval(np.mean(found, axis=0)))
+        rows.append(["{}, {}".format(*pair), told, f"{lower} of {len(names)}"])
+    return rows
+
+
 def main() -> None:
     """Prints the tables."""
     rows = [[label, over, str(found)] for label, over, found in contrasts()]
     print(
         markdown(["difference", "over", "mean, 95 % interval"], rows, left=2), end="\n\n"
     )
-    print(markdown(["", "tokens", "ratio", "OrScale − Muon+Moonlight"], first_batch()))
+    titles = ["", "tokens", "ratio", "OrScale − Muon+Moonlight"]
+    print(markdown(titles, first_batch()), end="\n\n")
+    titles = ["multiples of AdamW's rate", "OrScale minus OrScale at 1, 1", "lower in"]
+    print(markdown(titles, orscale_at_multiples()))
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def draw(path: pathlib.Path, ink: str, paper: str, faint: str) -> None:
     parts = ("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     colors: dict[Any, str] = dict.fromkeys((*parts, "text.color"), ink)
     colors["axes.facecolor"] = paper
-    steps, means = find_workload(SHOWN).config.recipe.num_steps, {}
+    steps, means = find_workload(SHOWN).config.recipe.steps, {}
     with matplotlib.rc_context({**style.RC, **colors, "grid.color": faint}):
         figure = Figure(figsize=(5.4, 3.2))
         axes = figure.subplots()

@@ -78,7 +78,7 @@ def train(
             if first is not None:
                 state, _ = step(state, Batches(examples, first, setup.mesh)[0])
             done = 0 if first is None else 1
-            for batch in batches.read_ahead(done, recipe.num_steps):
+            for batch in batches.read_ahead(done, recipe.steps):
                 state, _ = step(state, batch)
             loss = evaluate(state)["loss"]
             yield seed, round(float(loss if loss <= guess else guess), 5)

@@ -50,47 +50,47 @@ def describe(
     *,
     probe: bool = False,
 ) -> Description:
-    r"""Tabulate which parameters are matrices, of what shape, and what each costs.
+    r"""Tabulate how each parameter will be trained, and what its state costs.
 
-    Use it to audit a run before it starts: it shows a matrix that went to AdamW, an
-    embedding that did not, or an expert stack taken for one matrix. Parameters may be
-    abstract (:func:`jax.eval_shape`), so that nothing need be allocated.
+    Use it to audit a run before it starts. It shows a matrix that AdamW trains, an
+    embedding that Muon trains, or a stack of experts that is treated as one matrix.
+    Parameters may be abstract (:func:`jax.eval_shape`), so that nothing is allocated.
 
     Args:
-      params: The parameters, which may be abstract, or a model of Flax NNX (then its
-        ``nnx.Param``, or what the ``nnx.Optimizer`` trains) or of Equinox. Leaves that
-        are None or masked have no row.
-      optimizer: The optimizer (or a ``flax.nnx.Optimizer``), which may be any of Optax's:
-        its ``init`` is traced, not run. The rule of a parameter is what the types of its
-        state tell, and under :func:`optax.partition` there is a column "label". The
-        matrices, their scale and the settings of Newton–Schulz are the optimizer's; steps
-        that are traced, as inside :func:`optax.inject_hyperparams`, count as five. None:
-        :func:`orscale` with its defaults.
-      probe: Whether to run the optimizer, too, whatever it is made of, on random
-        gradients: the columns "first update" and "its RMS" say what it does to each
-        parameter. Parameters that are abstract are drawn, and all is allocated.
+      params: The parameters, which may be abstract, or a model of Flax NNX or Equinox. Of
+        an NNX model, the table shows the variables that the ``nnx.Optimizer`` trains,
+        or all ``nnx.Param``. Leaves that are None or masked have no row.
+      optimizer: The optimizer, which may be any Optax optimizer, or a
+        ``flax.nnx.Optimizer``. Its ``init`` is traced, not run. The types in its state
+        tell the rule of each parameter, and under :func:`optax.partition` there is a
+        column "label". Steps of Newton–Schulz that are traced, as inside
+        :func:`optax.inject_hyperparams`, count as five. None: :func:`orscale` with its
+        defaults.
+      probe: Whether to run the optimizer on random gradients. The columns "first update"
+        and "its RMS" then say what it did to each parameter. This allocates parameters,
+        gradients and state; abstract parameters are drawn at random.
 
     Returns:
-      A :class:`Description` with ``rows``, ``totals``, ``plan`` and ``select(regex)``,
-      which ``print`` shows as a table. In it, leaves that differ only by numbers in their
-      names, such as those of layers, have one line. A leaf that the optimizer would
-      refuse, because its shape is ambiguous or it is complex, has the rule "refused", and
-      the error is below the table. s is the scale of the step,
-      :math:`0.2 \sqrt{\max(m, n)}` by default, and ‖W‖ the smallest and the largest
-      Frobenius norm among the matrices of a line. It is missing for arrays that are
-      sharded over several processes, so that a single one of them can print the table.
+      A :class:`Description` with ``rows``, ``totals``, ``plan`` and ``select(regex)``.
+      ``print`` shows it as a table, in which leaves whose names differ only by numbers,
+      such as those of layers, share a line. If the optimizer would refuse a leaf, because
+      its shape is ambiguous or it is complex, the rule is "refused", and the error is
+      below the table. s is the scale of the step, :math:`0.2 \sqrt{\max(m, n)}` by
+      default. ‖W‖ is the smallest and the largest Frobenius norm among the matrices of a
+      line. It is missing for arrays that are sharded over several processes, so that a
+      single process can print the table.
 
-    The plan of Newton–Schulz is that of the platform of the parameters' mesh, or else of
-    JAX's default backend. The mesh may be one of devices that are not there, such as
+    The plan of Newton–Schulz is for the platform of the parameters' mesh, or else for
+    JAX's default backend. The mesh may have devices that you do not have, such as
     ``jax.sharding.AbstractMesh(..., abstract_device=tpu)`` with the device
     ``jax.sharding.AbstractDevice("TPU v5p", num_cores=None, platform="tpu")``. Only the
     optimizer's ``slow_axes`` then tell which links are slow.
 
     Raises:
-      ValueError: If leaves are no arrays or do not fit the optimizer's dimension numbers,
-        or it keeps vectors that hold several parameters (:func:`optax.flatten`). With
-        ``probe``, also if a leaf is refused, the mesh is abstract, or ``update`` needs
-        arguments beside parameters and loss.
+      ValueError: If ``optimizer`` is not an optimizer, leaves are not arrays or do not
+        fit its dimension numbers, or it keeps vectors that hold several parameters
+        (:func:`optax.flatten`). With ``probe``, also if a leaf is refused, the mesh is
+        abstract, or ``update`` needs arguments beside parameters and loss.
 
     Example:
       >>> import jax.numpy as jnp
@@ -115,6 +115,7 @@ def describe(
     mesh = next((mesh for mesh in map(_mesh, leaf_of.values()) if mesh is not None), None)
     platform = _platform(leaf_of.values())
     optimizer = getattr(optimizer, "tx", optimizer)  # That of a flax.nnx.Optimizer.
+    validate.transformation("optimizer", optimizer)
     refused: dict[Any, UndecidedError] = {}
     while True:
         try:
@@ -124,11 +125,14 @@ def describe(
             if probe or not leaf_of.keys() - refused >= {*error.paths}:
                 raise
             refused |= dict.fromkeys(error.paths, error)
-            # In place of each, a vector, which any optimizer gives to AdamW.
+            # In place of a dtype, float32. In place of an ambiguous shape, that of a
+            # vector, which any optimizer gives to AdamW.
             leaves = (
-                jax.ShapeDtypeStruct((np.size(leaf),), jnp.float32)
-                if path in refused
-                else leaf
+                leaf
+                if (why := refused.get(path)) is None
+                else jax.ShapeDtypeStruct(
+                    np.shape(leaf) if why.of_dtype else (np.size(leaf),), jnp.float32
+                )
                 for path, leaf in leaf_of.items()
             )
             params = jax.tree.unflatten(jax.tree.structure(unbox(params)), leaves)
@@ -136,7 +140,8 @@ def describe(
     axes_of = {
         path: kept.axes or MatrixAxes((), (0,), (1,))
         for path, kept in state.kept.items()
-        if kept.axes or (kept.rule == MATRIX and np.ndim(leaf_of[path]) == 2)
+        if path not in refused
+        and (kept.axes or (kept.rule == MATRIX and np.ndim(leaf_of[path]) == 2))
     }
     stages = state.polar or [PolarOptions(DEFAULTS)]
     probed = first_updates(optimizer, params, axes_of) if probe else {}
@@ -146,7 +151,7 @@ def describe(
     for name, (path, leaf) in zip(distinct_names(leaf_of), leaf_of.items(), strict=True):
         kept = state.kept[path]
         if path in refused:
-            kept = kept._replace(rule=REFUSED, arrays=None)
+            kept = kept._replace(rule=REFUSED, arrays=None)  # Those of a stand-in.
         row = ParameterRow(
             path=name,
             shape=np.shape(leaf),
@@ -157,7 +162,7 @@ def describe(
             layer_class=class_of[path],
             label=kept.label,
         )
-        parts, found = [row], probed.get(path)
+        parts, first = [row], probed.get(path)
         if path in axes_of:
             parts = list(_parts(row, leaf, axes_of[path], kept.arrays, kept.scale))
         for index, part in enumerate(parts):
@@ -167,11 +172,11 @@ def describe(
             if path in refused:
                 real = jnp.issubdtype(row.dtype, jnp.floating)
                 check.append("ambiguous" if real else str(row.dtype))
-            if found is not None:
-                kind = found.kinds[index if len(found.kinds) == len(parts) else 0]
-                check += ["master weights drift"] * found.drifts
+            if first is not None:
+                kind = first.kinds[index if len(first.kinds) == len(parts) else 0]
+                check += ["master weights drift"] * first.drifts
                 part = dataclasses.replace(
-                    part, first_update=kind, first_update_rms=found.rms
+                    part, first_update=kind, first_update_rms=first.rms
                 )
             rows.append(dataclasses.replace(part, check=tuple(check)))
             if part.matrices and part.parameters:
@@ -289,10 +294,10 @@ def _plan(
 ) -> Plan:
     """The plan of Newton–Schulz of the stages, each for its own rows of matrices."""
     groups, buckets, of_buckets = [], list[Bucket](), list[list[str]]()
-    for platform, own in zip(stages, rows, strict=True):
-        names = [row.name for row in own]
+    for platform, of_stage in zip(stages, rows, strict=True):
+        names = [row.name for row in of_stage]
         arrays = []
-        for row in own:
+        for row in of_stage:
             shape = (*row.batch_shape, row.m, row.n)
             dtype = compute_dtype(jax.ShapeDtypeStruct((), row.dtype))
             axes = row.mesh_axes or ((),) * len(shape)

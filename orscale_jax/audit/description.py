@@ -13,6 +13,7 @@ import numpy as np
 
 from orscale_jax.audit.plan import Group, Plan
 from orscale_jax.parameters.expressions import matching
+from orscale_jax.parameters.layer_classes import EMBEDDING_OR_HEAD, VECTORS
 from orscale_jax.trees.merging import merged
 
 _NAMES_WIDTH = 72  # Of the names shown for a group, which are one at least.
@@ -91,6 +92,22 @@ class ParameterRow:
     def name(self) -> str:
         """Path and block, as the table shows them."""
         return (self.path or "(the only leaf)") + self.block
+
+    @property
+    def why(self) -> str:
+        """Why it has the rule ``"matrix"`` or ``"adamw"``; empty for other rules.
+
+        ``"shape"`` or ``"name"``, if the default rule gives the same by these; otherwise
+        ``"dimension numbers"``: a rule, a module's type or a traced output.
+        """
+        if self.rule not in ("matrix", "adamw"):
+            return ""
+        if len(self.shape) < 2:
+            return "shape"
+        if self.layer_class in EMBEDDING_OR_HEAD | VECTORS:
+            return "name" if self.rule == "adamw" else "dimension numbers"
+        by_shape = self.rule == "matrix" and len(self.shape) == 2
+        return "shape" if by_shape else "dimension numbers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,11 +212,11 @@ class Description:
             hidden.add("m × n")
         table = []
         for column in _COLUMNS:
-            own = [_text(column.of_row(row)) for row in rows]
+            texts = [_text(column.of_row(row)) for row in rows]
             sums = [_text(column.of_total(*total)) for total in totals.items()]
-            if column.heading not in hidden and {*own, *sums} - {"", column.nothing}:
-                width = max(map(len, (column.heading, *own, *sums)))
-                cells = (column.heading, "─" * width, *own, "─" * width, *sums)
+            if column.heading not in hidden and {*texts, *sums} - {"", column.nothing}:
+                width = max(map(len, (column.heading, *texts, *sums)))
+                cells = (column.heading, "─" * width, *texts, "─" * width, *sums)
                 table.append([f"{cell:{column.side}{width}}" for cell in cells])
         lines = ["  ".join(cells).rstrip() for cells in zip(*table, strict=True)]
         notes = [f"all parameters are {dtype}" for dtype in dtypes if len(dtypes) == 1]
@@ -253,6 +270,12 @@ def _of_matrices(value: Callable[[ParameterRow], Any]) -> Callable[[ParameterRow
     return lambda row: value(row) if row.matrices else None
 
 
+def _class(row: ParameterRow) -> str:
+    """The class of a row; why AdamW has it, where neither name nor shape says so."""
+    unclear = row.rule == "adamw" and row.layer_class == "other"
+    return f"other ({row.why})" if unclear and row.why != "shape" else row.layer_class
+
+
 _COLUMNS = (
     _Column("parameter", "parameter", lambda row: row.name, lambda name, _: name, "<"),
     _Column(
@@ -272,7 +295,7 @@ _COLUMNS = (
     _Column(
         "its RMS", "first_update_rms", lambda row: row.first_update_rms, optional=True
     ),
-    _Column("class", "class", lambda row: row.layer_class, side="<", nothing="other"),
+    _Column("class", "class", _class, side="<", nothing="other"),
     _Column(
         "blocks", "blocks",
         lambda row: f"{row.blocks} contiguous" if row.blocks else "", optional=True,
@@ -328,7 +351,7 @@ def _merged_rows(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
         dataclasses.replace(row, path="", norms=None, first_update_rms=None)
         for row in rows
     ]
-    found = []
+    merged_rows = []
     for name, indexes in merged([row.name for row in rows], keys):
         members = [rows[index] for index in indexes]
         total, norms = _total(members), [x for row in members for x in row.norms or ()]
@@ -347,8 +370,8 @@ def _merged_rows(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
             parameters=total.parameters,
             state_bytes=total.state_bytes,
         )
-        found.append(row)
-    return found
+        merged_rows.append(row)
+    return merged_rows
 
 
 def _of_group(group: Group, on_mesh: bool) -> str:

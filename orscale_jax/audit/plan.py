@@ -72,14 +72,16 @@ class Plan(NamedTuple):
     ) -> "Plan":
         """The buckets of a mesh, given the names of the arrays of each."""
         groups, flops, traffic = [], 0, Traffic()
-        for bucket, own in zip(buckets, names, strict=True):
+        for bucket, names_of_arrays in zip(buckets, names, strict=True):
             counts: dict[int, int] = {}
             for layout in sorted(bucket.layouts, key=lambda layout: layout.column_shards):
                 shards = layout.column_shards
                 counts[shards] = counts.get(shards, 0) + layout.matrices
             m, n = bucket.shape
             group = Group(
-                tuple(dict.fromkeys(own[part.array] for part in bucket.slices)),
+                tuple(
+                    dict.fromkeys(names_of_arrays[part.array] for part in bucket.slices)
+                ),
                 tuple((count, m, n * shards, shards) for shards, count in counts.items()),
                 bucket.group_size,
                 bucket.matrices_per_device,

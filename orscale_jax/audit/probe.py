@@ -42,10 +42,11 @@ class FirstUpdate(NamedTuple):
 def first_updates(
     optimizer: Any, params: PyTree, axes_of: Mapping[Any, MatrixAxes]
 ) -> dict[Any, FirstUpdate]:
-    """The first updates by random gradients, by path; where axes are known, along them.
+    """The first updates by random gradients, by path; along the axes that are known.
 
-    Those of the parameters themselves give the sizes. What they are is told by those of
-    tiny ones, where neither decay nor the rounding of bfloat16 hides it.
+    The root mean square is measured at the parameters themselves. The kind of an update
+    is measured at tiny parameters, where neither decay nor the rounding of bfloat16 hides
+    it.
     """
     leaves, structure = jax.tree.flatten(params)
     drawn: list[tuple[jax.Array, ...]] = []
@@ -71,7 +72,7 @@ def first_updates(
     usual = {path: rms for path, (_, rms) in moved.items()}
     alone, moved = _first_moves(optimizer, update, grads, light)[0], {}
     again = _first_moves(optimizer, update, smaller_grads, light)[0] if thin else {}
-    found = {}
+    result = {}
     for path in leaves_by_path(unbox(params)):
         step, rms = alone.get(path, (None, 0.0))
         axes = axes_of.get(path)
@@ -84,17 +85,17 @@ def first_updates(
             if _even_entries(step) > _EVEN_ENTRIES:
                 kinds = ["element-wise"] * parts
             else:
-                for own in _readings(step) if axes is None else (axes,):
+                for reading in _readings(step) if axes is None else (axes,):
                     kinds = [
                         "orthogonal"
-                        if _even_spectrum(step, own, index) > _EVEN_SPECTRUM
+                        if _even_spectrum(step, reading, index) > _EVEN_SPECTRUM
                         else "other"
-                        for index in range(len(own.labels))
+                        for index in range(len(reading.labels))
                     ]
                     if "other" not in kinds:
                         break
-        found[path] = FirstUpdate(kinds, usual.get(path, rms), drifts)
-    return found
+        result[path] = FirstUpdate(kinds, usual.get(path, rms), drifts)
+    return result
 
 
 def _is_thin(leaf: Any, axes: MatrixAxes | None) -> bool:
@@ -196,7 +197,7 @@ def _first_moves(
 
 def _readings(leaf: jax.Array) -> list[MatrixAxes]:
     """All ways to take axes for batch, rows and columns of matrices that are not thin."""
-    found = []
+    readings = []
     for roles in itertools.product("bmn", repeat=leaf.ndim):
         batch, rows, columns = (
             tuple(axis for axis in range(leaf.ndim) if roles[axis] == role)
@@ -204,8 +205,8 @@ def _readings(leaf: jax.Array) -> list[MatrixAxes]:
         )
         axes = MatrixAxes(batch, rows, columns)
         if () < rows < columns and (not _is_thin(leaf, axes) or _is_thin(leaf, None)):
-            found.append(axes)
-    return found
+            readings.append(axes)
+    return readings
 
 
 @jax.jit
@@ -228,7 +229,7 @@ def _even_spectrum(update: jax.Array, axes: MatrixAxes, index: int) -> jax.Array
     x, axes = axes.part(update, index), axes.within
     few, many = sorted(
         (axes.rows, axes.columns),
-        key=lambda own: math.prod(x.shape[axis] for axis in own),
+        key=lambda reading: math.prod(x.shape[axis] for axis in reading),
     )
     shape = [size if axis in few else 1 for axis, size in enumerate(x.shape)]
     k = math.prod(shape)

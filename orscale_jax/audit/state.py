@@ -87,7 +87,7 @@ class AbstractState(NamedTuple):
             names_on(path): scale for matrices, scale in scaled for path in matrices.paths
         }
         parts = list(_parts(state, bare))
-        # What keeps no state is told by elimination, as far as that goes.
+        # Groups without a state are inferred by elimination, as far as that goes.
         keeping = {part.label for part in parts if part.has_trees}
         unsure = [
             part.label
@@ -100,9 +100,9 @@ class AbstractState(NamedTuple):
         kept, leaf_of = {}, leaves_by_path(bare)
         for path in leaf_of:
             name = names_on(path)
-            own = [part for part in parts if name in part.arrays]
-            labels = {part.label: None for part in own if part.label in innermost}
-            rules = {part.rule for part in own if name in part.owners}
+            holding = [part for part in parts if name in part.arrays]
+            labels = {part.label: None for part in holding if part.label in innermost}
+            rules = {part.rule for part in holding if name in part.owners}
             axes, stage = axes_of.get(name, (None, 0))
             # Of an init in jax.vmap, they are those of one of several models.
             if axes and len(axes.batch + axes.rows + axes.columns) != np.ndim(
@@ -113,7 +113,7 @@ class AbstractState(NamedTuple):
             kept[path] = ParameterState(
                 next((x for x in (MATRIX, ADAMW, OTHER) if x in rules), STATELESS),
                 " and ".join(labels) or without_state,
-                [array for part in own for array in part.arrays[name]],
+                [array for part in holding for array in part.arrays[name]],
                 axes,
                 scales.get(name) if axes else None,
                 stage,
@@ -206,7 +206,7 @@ def _refuse_vectors(
     parts: Sequence[_Part], leaf_of: Mapping[Any, Any], kept: Mapping[Any, ParameterState]
 ) -> None:
     """Refuse a state of vectors that hold several parameters, as optax.flatten makes."""
-    without = [path for path, found in kept.items() if found.rule == STATELESS]
+    without = [path for path, state in kept.items() if state.rule == STATELESS]
     smallest = min(
         (math.prod(leaf_of[path].shape) for path in without if path), default=0
     )

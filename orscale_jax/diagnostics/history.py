@@ -38,9 +38,9 @@ class StepFile:
         if not header.endswith(b"\n"):
             self._write(_line(self.columns), mode="w")
             return
-        if (found := next(csv.reader([header.decode()]))) != self.columns:
+        if (present := next(csv.reader([header.decode()]))) != self.columns:
             raise ValueError(
-                f"{self.path} has the columns {', '.join(found)}, and this run has "
+                f"{self.path} has the columns {', '.join(present)}, and this run has "
                 f"{', '.join(self.columns)}: pass the same columns (to a History: the "
                 "same measurements and scalars), or another path."
             )
@@ -89,9 +89,10 @@ class History:
     If the file is called ``history.csv``, ``python -m orscale_jax.diagnostics`` makes a
     report of its folder.
 
-    A step is on the disk when :meth:`append` returns, and the next process drops one that
-    is incomplete. A run that continues from a checkpoint calls :meth:`rewind` with the
-    checkpoint's step. Only one process may write a file.
+    When :meth:`append` returns, the step is on the disk. If a process is killed in the
+    middle of a step, the next process drops this step. A run that continues from a
+    checkpoint calls :meth:`rewind` with the step of the checkpoint. Only one process may
+    write a file.
 
     Attributes:
       path: The file.
@@ -125,17 +126,17 @@ class History:
         scalars: Sequence[str] = (),
     ):
         """Open the file, or begin it."""
-        for name, given in (("measurements", measurements), ("scalars", scalars)):
-            if isinstance(given, str):
-                validate.refuse(name, given, "pass a sequence of names")
+        for name, names in (("measurements", measurements), ("scalars", scalars)):
+            if isinstance(names, str):
+                validate.refuse(name, names, "pass a sequence of names")
         self.path, self.classes = pathlib.Path(path), classes
         self.measurements, self.scalars = tuple(measurements), tuple(scalars)
-        own = *self.measurements, *self.scalars
-        columns = ["step", "matrix", "class", *Reading._fields, *own]
+        extra_columns = *self.measurements, *self.scalars
+        columns = ["step", "matrix", "class", *Reading._fields, *extra_columns]
         arguments = {"reading", "measurements"}.intersection(self.scalars)
         if arguments or len(set(columns)) < len(columns):
             remedy = "give each column a different name, and none of append's arguments"
-            validate.refuse("measurements and scalars", own, remedy)
+            validate.refuse("measurements and scalars", extra_columns, remedy)
         self._file = StepFile(self.path, columns)
 
     @property
@@ -191,15 +192,15 @@ class History:
                 f"the first to differ is {new!r} here and {old!r} there: pass another "
                 "path for another model."
             )
-        given = {"step": str(step)}
+        values = {"step": str(step)}
         for name, value in jax.device_get(scalars).items():
             array = np.asarray(value)
             real = array.dtype == bool or validate.is_real(array.dtype)
             if array.size != 1 or not real:
                 validate.refuse(name, value, "pass a real number")
-            given[name] = _text(array.reshape(())[()])
+            values[name] = _text(array.reshape(())[()])
         columns = [
-            [given[name]] * len(matrices) if name in given
+            [values[name]] * len(matrices) if name in values
             else [_text(x) for x in table.get(name, [""] * len(matrices))]
             for name in self._file.columns
         ]  # fmt: skip

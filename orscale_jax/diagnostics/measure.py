@@ -34,17 +34,18 @@ def measure(
 ) -> dict[str, PyTree]:
     r"""Measure the momentum M of every matrix and its polar factor Q.
 
-    Call it every hundredth step or so: unlike :func:`read`, it computes. Q is the polar
-    factor of the M in the state. With Nesterov's momentum, the optimizer uses the polar
-    factor of :math:`\mu M + G` instead, and the state does not hold G. By name:
+    Call it every hundred steps or so, because unlike :func:`read` it has to compute. Q is
+    the polar factor of the M in the state. With Nesterov's momentum, the optimizer uses
+    the polar factor of :math:`\mu M + G` instead, and the state does not hold G. The
+    measurements are:
 
     ``"momentum_stable_rank"``
       :math:`\|M\|_F^2 / \|M\|_2^2`, between 1 and min(m, n); 0 for a zero matrix. Costs
       the singular values of M.
     ``"polar_error"``
       :math:`\|Q^\top Q - I\|_F / \sqrt{\min(m, n)}`, of the smaller Gram matrix: 0 for an
-      orthogonal Q, 1 for a zero one. Did Newton–Schulz converge? Costs a Newton–Schulz
-      and a product.
+      orthogonal Q, 1 for a zero Q. It is small if Newton–Schulz has converged. Costs a
+      Newton–Schulz and a product.
     ``"direction_angle"``
       The angle between the Q of ``previous`` and this Q, in degrees: how much the
       direction turned in between. Costs two Newton–Schulz.
@@ -100,8 +101,8 @@ def measure(
     if previous is not None:
         before = _momenta(previous, matrices, params)
     pairs = zip(now, before, strict=True)
-    found = [_measured(names, polar, *pair) for pair in pairs]
-    return {n: matrices.scalars_of_batches([part[n] for part in found]) for n in names}
+    measured = [_measured(names, polar, *pair) for pair in pairs]
+    return {n: matrices.scalars_of_batches([part[n] for part in measured]) for n in names}
 
 
 # Compiled once for equal shapes, and without the measurements that are not requested.
@@ -126,12 +127,12 @@ def _measured(
     error = gram - jnp.broadcast_to(jnp.eye(min(m, n), dtype=q.dtype), gram.shape)
     norms = jnp.sqrt(inner(q, q) * inner(earlier, earlier))
     cosine = inner(q, earlier) / jnp.where(norms == 0, 1, norms)
-    found = (
+    measurements = (
         jnp.sum(shares, axis=-1),
         jnp.sqrt(inner(error, error)) / max(min(m, n), 1) ** 0.5,
         jnp.degrees(jnp.arccos(jnp.clip(cosine, -1, 1))),
     )
-    by_name = dict(zip(MEASUREMENTS, found, strict=True))
+    by_name = dict(zip(MEASUREMENTS, measurements, strict=True))
     return {name: by_name[name] for name in names}
 
 

@@ -81,35 +81,34 @@ def read(
     *,
     learning_rate: LearningRate = None,
 ) -> Reading:
-    r"""Read norms, ratios and steps of every matrix off an optimizer's state.
+    r"""Read the norms, ratios and steps of every matrix from the state of an optimizer.
 
-    Call it with what a training loop holds after ``optax.apply_updates``, inside or
-    outside of ``jax.jit``. The update itself computed everything but ``weight_norm``, so
-    the cost is one norm of the parameters and, without ratios, one of the momentum.
+    Call it with state and parameters after ``optax.apply_updates``, inside or outside of
+    ``jax.jit``. The update itself has computed everything but ``weight_norm``. The cost
+    is therefore one norm of the parameters and, without ratios, one norm of the momentum.
     Nothing is sent to the host. On a mesh, one number per matrix is summed over the
     devices that share it.
 
     Args:
       state: The state after the update, of :func:`orscale_jax.orscale`,
-        :func:`orscale_jax.muon`, an ablation or one of the family, in any of Optax's
-        wrappers; or an object that holds it as ``opt_state``: a ``flax.nnx.Optimizer`` or
-        a ``TrainState``.
+        :func:`orscale_jax.muon` or one of the family, in any of Optax's wrappers; or an
+        object that holds it as ``opt_state``: a ``flax.nnx.Optimizer`` or a
+        ``TrainState``.
       params: The parameters after the update, or a model of Flax NNX or Equinox.
       weight_dimension_numbers: The dimension numbers of the optimizer.
-      learning_rate: The :math:`\eta` of the last update, or the schedule that the
-        optimizer was given, whose count is in the state. Where groups of
-        :func:`optax.partition` have different ones: a mapping from their labels to
-        numbers and schedules. None: the rates of :func:`optax.inject_hyperparams`, if the
-        state has them; otherwise ``relative_step`` is None. A later
-        :func:`orscale_jax.scale_by_path` does not count.
+      learning_rate: The :math:`\eta` of the last update, or the schedule of the
+        optimizer, whose count is in the state. If groups of :func:`optax.partition` have
+        different rates, a mapping from their labels to numbers and schedules. None: the
+        rates of :func:`optax.inject_hyperparams`, if the state has them; otherwise
+        ``relative_step`` is None. A later :func:`orscale_jax.scale_by_path` is ignored.
 
     Returns:
       A :class:`Reading`. It shares no array with ``state``.
 
     Raises:
-      ValueError: If the state is of another optimizer, has other matrices or has none, a
-        schedule is given and the state has no count, or one rate is given although the
-        state shows that groups have different ones.
+      ValueError: If the state is of another optimizer, has other matrices or no matrices,
+        a schedule is given and the state has no count, or one rate is given although the
+        state shows that groups have different rates.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -143,30 +142,30 @@ def read(
         validate.refuse("state", type(state), remedy)
     matrices = matrices_of(params, weight_dimension_numbers, like, "the state")
     norms: ByPath = {}
-    found: dict[Path, dict[str, Any]] = {}
+    quantities: dict[Path, dict[str, Any]] = {}
     momenta = _momenta(state)
     for path, (axes, leaf) in zip(matrices.paths, matrices.each(params), strict=True):
         name = names_on(path)
         norm = axes.norms(jnp.asarray(leaf).astype(compute_dtype(leaf)))
         if like[name] is not None:
             norm = typed_sharding.shard_like(norm, jnp.asarray(like[name]))
-        norms[name], found[name] = norm, {"weight_norm": norm}
+        norms[name], quantities[name] = norm, {"weight_norm": norm}
         if name in momenta and name not in ratios:
             size = jnp.abs(jnp.asarray(momenta[name]).astype(norm.dtype))
             started = axes.reduce(jnp.sum, size) != 0
-            found[name]["started"] = typed_sharding.shard_like(started, norm)
+            quantities[name]["started"] = typed_sharding.shard_like(started, norm)
     rates = _learning_rates(learning_rate, state, groups)
     for path, at in ratios.items():
-        found[path] |= _of_matrices(at, norms[path], rates.get(path))
+        quantities[path] |= _of_matrices(at, norms[path], rates.get(path))
     for path, norm in initial.items():
-        found[path]["growth"] = norms[path] / norm
+        quantities[path]["growth"] = norms[path] / norm
 
     def tree(field: str) -> PyTree:
-        if not any(field in readouts for readouts in found.values()):
+        if not any(field in readouts for readouts in quantities.values()):
             return None
         masked = optax.MaskedNode()
         return jax.tree.map_with_path(
-            lambda path, _: found.get(names_on(path), {}).get(field, masked), params
+            lambda path, _: quantities.get(names_on(path), {}).get(field, masked), params
         )
 
     return Reading(*map(tree, Reading._fields))
@@ -184,9 +183,9 @@ def fields_of(reading: Any) -> dict[str, PyTree]:
 
 def known_leaves(tree: PyTree, reading: Reading) -> list[jax.Array | None]:
     """A tree like those of a reading at each leaf of matrices; None where it has none."""
-    found = by_name(tree)
+    leaves = by_name(tree)
     norms = jax.tree.leaves_with_path(reading.weight_norm)
-    return [found.get(names_on(path)) for path, _ in norms]
+    return [leaves.get(names_on(path)) for path, _ in norms]
 
 
 def _by_path(trees: Iterable[PyTree]) -> ByPath:
@@ -226,10 +225,10 @@ def matrices_of(
     if not like:
         raise ValueError(f"{where} has no matrices: there is nothing to read.")
     try:
-        found = matrix_axes(numbers, kept(params) if numbers is None else params)
+        axes_by_leaf = matrix_axes(numbers, kept(params) if numbers is None else params)
     except ValueError:  # Of parameters that the optimizer has not seen.
-        found = matrix_axes(numbers, kept(params))
-    axes_tree = kept(found)
+        axes_by_leaf = matrix_axes(numbers, kept(params))
+    axes_tree = kept(axes_by_leaf)
     axes_of, leaves = by_name(axes_tree), jax.tree.leaves_with_path(params)
     if missing := like.keys() - {names_on(path) for path, _ in leaves}:
         raise ValueError(
@@ -240,9 +239,11 @@ def matrices_of(
         if (name := names_on(path)) not in like:
             continue
         axes, shape = axes_of.get(name), np.shape(like[name])
-        own = None if axes is None else axes.batch_shape(leaf)
-        if axes is None or (own != shape and like[name] is not None):
-            here = "no matrix" if axes is None else f"matrices of batch shape {own}"
+        batch_shape = None if axes is None else axes.batch_shape(leaf)
+        if axes is None or (batch_shape != shape and like[name] is not None):
+            here = (
+                "no matrix" if axes is None else f"matrices of batch shape {batch_shape}"
+            )
             raise ValueError(
                 f"parameter {name_and_shape(path, leaf)} is {here}, but in {where} "
                 f"matrices of batch shape {shape}: pass the weight_dimension_numbers "
@@ -274,13 +275,13 @@ def _of_matrices(
 
 
 def _learning_rates(
-    given: LearningRate, state: PyTree, groups: Mapping[Path, Labels]
+    learning_rate: LearningRate, state: PyTree, groups: Mapping[Path, Labels]
 ) -> ByPath:
     """η of the last update of each matrix; none if not known."""
     injected = list(_injected(state))
     schedules = nodes_in_groups(state, optax.ScaleByScheduleState)
     counts = [(labels, node.count) for labels, node in schedules]
-    if given is not None and not isinstance(given, Mapping):
+    if learning_rate is not None and not isinstance(learning_rate, Mapping):
         places = [(labels, labels) for labels, *_ in injected]
         if len({_innermost(places, labels) for labels in groups.values()}) > 1:
             raise ValueError(
@@ -295,8 +296,8 @@ def _learning_rates(
             )
     rates: ByPath = {}
     for path, labels in groups.items():
-        rate: Any = given
-        if given is None:
+        rate: Any = learning_rate
+        if learning_rate is None:
             around = [each for each in injected if each[0] == labels[: len(each[0])]]
             inside = [each for each in around if each[2]]
             if len(around) > 1 and not inside:
@@ -306,14 +307,18 @@ def _learning_rates(
                 )
             # The innermost of nested injections is the last one.
             rate = _innermost([each[:2] for each in inside[::-1] or around], labels)
-        elif isinstance(given, Mapping):
-            own = [given[label] for label in labels if given.get(label) is not None]
-            if not own:
+        elif isinstance(learning_rate, Mapping):
+            rates_of_groups = [
+                learning_rate[label]
+                for label in labels
+                if learning_rate.get(label) is not None
+            ]
+            if not rates_of_groups:
                 raise ValueError(
                     f"learning_rate has no entry for {'.'.join(path)!r} in the group "
                     f"{' / '.join(map(str, labels))!r}: {_FORMS}."
                 )
-            rate = own[-1]
+            rate = rates_of_groups[-1]
         if callable(rate):
             count = _innermost(counts, labels)
             if count is None:
@@ -349,7 +354,7 @@ def _injected(
         yield from _injected(inner, inside)
 
 
-def _innermost(found: list[tuple[Labels, _Value]], labels: Labels) -> _Value | None:
+def _innermost(labelled: list[tuple[Labels, _Value]], labels: Labels) -> _Value | None:
     """What stands in the innermost group around a leaf; the first of several."""
-    around = [(at, value) for at, value in found if at == labels[: len(at)]]
+    around = [(at, value) for at, value in labelled if at == labels[: len(at)]]
     return max(around, key=lambda pair: len(pair[0]), default=(None, None))[1]

@@ -86,8 +86,8 @@ class Run(NamedTuple):
     def per_step(self, *columns: str) -> pd.DataFrame:
         """What all rows of a step share, at the steps that have it."""
         rows = self.rows[np.isfinite(self.rows[columns[0]])]
-        found = rows.drop_duplicates("step").set_index("step")[[*columns]]
-        return found.loc[_thinned(list(found.index))]
+        values = rows.drop_duplicates("step").set_index("step")[[*columns]]
+        return values.loc[_thinned(list(values.index))]
 
 
 def read_run(folder: pathlib.Path) -> Run:
@@ -144,7 +144,7 @@ def _looks(classes: Any) -> dict[str, dict[str, Any]]:
 
     def place(name: str) -> tuple[Any, ...]:
         words_in = ([word in name for word in words] + [True] for words in PLACES)
-        return (name == OTHERS, *(found.index(True) for found in words_in), name)
+        return (name == OTHERS, *(has_word.index(True) for has_word in words_in), name)
 
     return {
         name: {
@@ -185,9 +185,9 @@ def uniform_part(run: Run) -> pd.DataFrame:
 
     uniform = mean("log", "step")
     rows["square"] = (rows["log"] - rows["step"].map(uniform)) ** 2
-    found = mean("log", "step", "class").unstack("class").sub(uniform, axis="index")
-    found = np.exp(found.assign(uniform=uniform))
-    return found.assign(spread=mean("square", "step") ** 0.5)
+    ratio = mean("log", "step", "class").unstack("class").sub(uniform, axis="index")
+    ratio = np.exp(ratio.assign(uniform=uniform))
+    return ratio.assign(spread=mean("square", "step") ** 0.5)
 
 
 def verdict(run: Run) -> list[str]:
@@ -222,7 +222,7 @@ def occurrences(run: Run) -> list[tuple[Problem, int, int]]:
         for problem in find_problems(rows):
             _, first, _ = seen.get(problem.title, (problem, int(step), 0))
             seen[problem.title] = problem, first, int(step)
-    return sorted(seen.values(), key=lambda found: -found[-1])
+    return sorted(seen.values(), key=lambda occurrence: -occurrence[-1])
 
 
 def key_numbers(run: Run) -> Iterator[tuple[str, str]]:

@@ -41,16 +41,18 @@ def summarize(
 ) -> dict[str, jax.Array]:
     r"""Summarize a reading as flat scalars, over all matrices and over each class.
 
-    For :math:`\hat r`, r, the relative step and the growth it gives ``mean``, ``p05``,
+    :math:`\hat r`, r, the relative step and the growth each have ``mean``, ``p05``,
     ``p50``, ``p95``, ``min`` and ``max``. Every matrix has weight 1, also in stacks and
-    blocks; the first relative step of a matrix that was zero is infinite, and left out
+    blocks. The first relative step of a matrix that was zero is infinite, and is left out
     (NaN if there is no other).
+
     ``trust_ratio/uniform`` is the geometric mean of :math:`\hat r`, weighted by the
-    relative steps if the reading has them: a ratio that all matrices share acts as a
+    relative steps if the reading has them. A ratio that all matrices share acts as a
     factor of the learning rate. ``trust_ratio/spread`` is the standard deviation of
-    :math:`\log \hat r` with these weights: only what differs is layer-wise. Both are over
-    the matrices that have been measured: c is set and finite, D is not zero, and
-    :math:`\hat r` is positive and finite (1 and 0 if there is none).
+    :math:`\log \hat r` with the same weights. Both are over matrices whose c is set and
+    finite, whose D is not zero, and whose :math:`\hat r` is positive and finite. If there
+    are no such matrices, they are 1 and 0.
+
     The shares of matrices are ``share_at_r_min``, ``share_at_r_max``,
     ``share_not_started`` (no update so far), ``share_not_anchored`` (c is still unset),
     ``share_without_scale`` (no initial scale) and ``share_not_finite`` (their norms).
@@ -60,8 +62,8 @@ def summarize(
       classes: Tree of strings like the parameters, such as :func:`layer_classes` makes,
         or a prefix of one. None: no classes.
       prefix: The beginning of all names.
-      matrices: Regular expression: single matrices with a match anywhere in their names
-        (such as ``experts.up[3]``) are reported, too. None: none.
+      matrices: A regular expression. Matrices with a match anywhere in their names, such
+        as ``experts.up[3]``, are also reported one by one. None: no matrices.
 
     Returns:
       Scalars by name, such as ``optimizer/trust_ratio/mean`` and
@@ -70,8 +72,8 @@ def summarize(
       ``optimizer/blocks.0.up.kernel/growth``. Arrays of JAX, also under ``jax.jit``.
 
     Raises:
-      ValueError: If it is no reading, ``classes`` does not fit, or ``matrices`` is no
-        expression or matches none.
+      ValueError: If ``reading`` is not a reading, ``classes`` does not fit, or
+        ``matrices`` is not an expression or matches no matrix.
 
     Example:
       >>> import jax.numpy as jnp
@@ -84,8 +86,8 @@ def summarize(
     """
     trees = fields_of(reading)
     leaves = {name: known_leaves(tree, reading) for name, tree in trees.items()}
-    given = classes_of(classes, reading.weight_norm)
-    labels = [label.replace(" ", "_") + "/" for label in given]
+    class_tree = classes_of(classes, reading.weight_norm)
+    labels = [label.replace(" ", "_") + "/" for label in class_tree]
     scalars: dict[str, jax.Array] = {}
     for group in ["", *sorted({*labels} if classes is not None else ())]:
         members = [i for i, label in enumerate(labels) if group in ("", label)]
@@ -96,8 +98,8 @@ def summarize(
         }
         if not any(x.size for x in vectors.values()):
             continue  # Stacks without matrices have no mean.
-        found = _statistics(vectors)
-        scalars |= {f"{prefix}{group}{key}": value for key, value in found.items()}
+        statistics = _statistics(vectors)
+        scalars |= {f"{prefix}{group}{key}": value for key, value in statistics.items()}
     if matrices is None:
         return scalars
     chosen = matching("matrices", matrices, _names_of(reading.weight_norm))
@@ -148,8 +150,8 @@ def tabulate(
     labels = np.repeat(classes_of(classes, like), sizes)
     columns = {"matrix": np.array(_names_of(like)), "class": labels}
     for name, tree in trees.items():
-        found = jax.tree.leaves_with_path(tree)
-        shapes = {path: np.shape(leaf) for path, leaf in found}
+        rows_of_tree = jax.tree.leaves_with_path(tree)
+        shapes = {path: np.shape(leaf) for path, leaf in rows_of_tree}
         # The optimizers of some leaves may not hold a field of the reading.
         lacking = shapes != wanted and name in (measurements or {})
         if lacking or not shapes.items() <= wanted.items():
@@ -157,7 +159,7 @@ def tabulate(
                 f"{name} does not have one entry for each matrix: pass a tree like those "
                 "of the reading, with arrays of their shapes."
             )
-        for path, leaf in found:
+        for path, leaf in rows_of_tree:
             here = getattr(leaf, "is_fully_addressable", True)
             if not here and not leaf.is_fully_replicated:
                 raise ValueError(
@@ -190,7 +192,7 @@ def _is_label(node: Any) -> bool:
 @jax.jit
 def _statistics(vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Statistics of all quantities, from one sort, and the shares."""
-    found: dict[str, jax.Array] = {}
+    statistics: dict[str, jax.Array] = {}
     fields = {name: vectors[name] for name in QUANTITIES if name in vectors}
     if fields:
         # Some matrices may lack a quantity; infinity is left out below.
@@ -212,7 +214,7 @@ def _statistics(vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         broken = jnp.isnan(values).any(axis=1)
         for statistic, row in rows.items():
             row = jnp.where(broken, jnp.nan, row)
-            found |= {f"{name}/{statistic}": row[i] for i, name in enumerate(fields)}
+            statistics |= {f"{name}/{statistic}": row[i] for i, name in enumerate(fields)}
     if "trust_ratio" in vectors:
         ratio, c = vectors["trust_ratio"], vectors["calibration"]
         measured = (c > 0) & jnp.isfinite(c) & (ratio > 0) & jnp.isfinite(ratio)
@@ -223,13 +225,13 @@ def _statistics(vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         total, log = jnp.sum(weight), jnp.log(jnp.where(measured, ratio, 1))
         weight /= jnp.where(total > 0, total, 1)
         mean = jnp.sum(weight * log)
-        found["trust_ratio/uniform"] = jnp.exp(mean)
+        statistics["trust_ratio/uniform"] = jnp.exp(mean)
         variance = jnp.sum(weight * jnp.square(log - mean))
-        found["trust_ratio/spread"] = jnp.sqrt(variance)
+        statistics["trust_ratio/spread"] = jnp.sqrt(variance)
     for share, (field, condition) in SHARES.items():
         if field in vectors:
-            found[share] = jnp.mean(condition(vectors[field]), dtype=jnp.float32)
-    return found
+            statistics[share] = jnp.mean(condition(vectors[field]), dtype=jnp.float32)
+    return statistics
 
 
 def _names_of(tree: PyTree) -> list[str]:

@@ -94,4 +94,4 @@ def _by_link(factors: Sequence[str], size: int, mesh: MeshShape) -> list[DeviceG
     fast = [factor for factor in factors if factor not in mesh.slow]
     inside = min(size, count_devices(fast, mesh.factors))
     of_links = (slow, size // inside), (fast, inside)
-    return [mesh.group(some, number) for some, number in of_links if some]
+    return [mesh.group(names, number) for names, number in of_links if names]

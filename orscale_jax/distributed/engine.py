@@ -36,7 +36,7 @@ from orscale_jax.sharding import typed_sharding
 class PolarOptions:
     """Options of polar factors: the iteration, its memory, the mesh, the platforms.
 
-    Equal ones compile the same program on one device.
+    They are hashable: on one device, equal options share a compiled program.
 
     Attributes:
       settings: The iteration; its dtype is None for the platform's.

@@ -168,13 +168,13 @@ def on_each_device(
     qs = polar_in_chunks(platform, [stacks[i] for i in order], [*columns.values()])
     of_bucket = dict(zip(order, qs, strict=True))
     slices: dict[MatrixRange, jax.Array] = {}
-    for i, some in enumerate(packings):
-        slices |= _return(of_bucket[i], some, shards)
+    for i, in_bucket in enumerate(packings):
+        slices |= _return(of_bucket[i], in_bucket, shards)
     factors = []
     by_array = itertools.groupby(sorted(slices), key=lambda part: part.array)
     for shard, (_, parts) in zip(shards, by_array, strict=True):
-        own = [slices[part] for part in parts]
-        joined = own[0] if len(own) == 1 else jnp.concatenate(own)
+        pieces = [slices[part] for part in parts]
+        joined = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
         factors.append(joined.reshape(shard.shape))
     return platform.layout(factors)
 
@@ -258,12 +258,12 @@ def _as_sharded(
     bucket, mesh = packings[0].bucket, packings[0].mesh
     result, before = None, 0
     for _, run in itertools.groupby(packings, lambda packing: packing.layout.axes):
-        some = list(run)
-        found = fn(some[0])
+        alike = list(run)
+        whole = fn(alike[0])
         if result is not None:
             group = mesh.group(bucket.replica_axes + bucket.shard_axes, bucket.group_size)
-            found = jnp.where(axis_index(group) < before, result, found)
-        result = found
-        before += sum(packing.layout.slots for packing in some)
+            whole = jnp.where(axis_index(group) < before, result, whole)
+        result = whole
+        before += sum(packing.layout.slots for packing in alike)
     assert result is not None
     return result

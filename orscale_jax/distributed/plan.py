@@ -234,7 +234,7 @@ def _in_shape(
             return None
         key = (layout.row_axes, layout.column_axes, needed)
         slices.setdefault(key, []).extend(layout.slices)
-    layouts = [LayoutGroup(tuple(sorted(some)), *key) for key, some in slices.items()]
+    layouts = [LayoutGroup(tuple(sorted(ranges)), *key) for key, ranges in slices.items()]
     sides = (side for layout in layouts for side in zip(shape, layout.axes, strict=True))
     if any(size % count_devices(axes, mesh.factors) for size, axes in sides):
         return None  # Shards would be of unequal sizes.
@@ -254,8 +254,8 @@ def _as_they_are(bucket: Bucket, stack_bytes: int) -> Iterator[Bucket]:
         yield bucket
         return
     for transposed, slices in by_form.items():
-        own = bucket.with_slices([part._replace(transposed=False) for part in slices])
-        yield own._replace(shape=bucket.shape[::-1]) if transposed else own
+        of_form = bucket.with_slices([part._replace(transposed=False) for part in slices])
+        yield of_form._replace(shape=bucket.shape[::-1]) if transposed else of_form
 
 
 def _split(bucket: Bucket, stack_bytes: int) -> Iterator[Bucket]:

@@ -18,7 +18,7 @@ SlowAxes: TypeAlias = Sequence[str] | Mapping[str, int]
 def slices_of_mesh(
     mesh: Mesh | AbstractMesh,
     slow_axes: SlowAxes | None,
-    given: Mesh | AbstractMesh | None = None,
+    users_mesh: Mesh | AbstractMesh | None = None,
 ) -> dict[str, int] | None:
     """The number of slices along each axis of a mesh that crosses slow links.
 
@@ -26,7 +26,7 @@ def slices_of_mesh(
     are: those of ``mesh``, of the mesh that the user has given, or of the context's.
     """
     if slow_axes is None:
-        for each in (mesh, given, get_concrete_mesh()):
+        for each in (mesh, users_mesh, get_concrete_mesh()):
             if isinstance(each, Mesh) and each.shape == mesh.shape:
                 return slices_of_axes(each.axis_names, slice_of_each(each))
         return None
@@ -57,8 +57,8 @@ def without_devices(
 
 def slice_of_each(mesh: Mesh) -> np.ndarray:
     """The slice of each device of a mesh, in the shape of its axes."""
-    found = [_slice_of(device) for device in mesh.devices.flat]
-    return np.array(found).reshape(mesh.devices.shape)
+    slices = [_slice_of(device) for device in mesh.devices.flat]
+    return np.array(slices).reshape(mesh.devices.shape)
 
 
 def warn_of_unknown_slices(mesh: AbstractMesh) -> None:

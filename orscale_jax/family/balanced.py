@@ -119,8 +119,10 @@ def balanced_polar_stage(
         updates: PyTree, state: PyTree, params: PyTree | None = None
     ) -> tuple[PyTree, PyTree]:
         # Leaves that hold any matrix that is not square.
-        found = matrices.map(lambda a, x: np.any(a.by_shape(operator.ne, x)), updates)
-        chosen = iter(matrices.leaves(found))
+        is_rectangular = matrices.map(
+            lambda a, x: np.any(a.by_shape(operator.ne, x)), updates
+        )
+        chosen = iter(matrices.leaves(is_rectangular))
         axes = tuple(axes if axes and next(chosen) else None for axes in matrices.axes)
         rectangular = dataclasses.replace(matrices, axes=axes)
         again = polar(rectangular)

@@ -169,13 +169,13 @@ def neuron_rms_stage(
         root = jnp.sqrt(jnp.where(v == 0, 1, v))
         inverse = 1 / (root + jnp.asarray(eps, v.dtype))
         # ‖Q̂‖² / m and ρ² / m, without reading the matrix again for its norm.
-        found = entries.reduce(jnp.sum, now * inverse * inverse)
+        square = entries.reduce(jnp.sum, now * inverse * inverse)
         if norm == KEPT:
             wanted = entries.reduce(jnp.sum, now)
         else:
             full_rank = axes.batch_by_shape(lambda m, n: min(m, n) / max(m, 1), q)
             wanted = jnp.asarray(full_rank, v.dtype)
-        factor = jnp.sqrt(wanted / jnp.where(found == 0, 1, found))
+        factor = jnp.sqrt(wanted / jnp.where(square == 0, 1, square))
         per_neuron = broadcast(entries, factor, inverse) * inverse
         return broadcast(axes.neurons, per_neuron, q) * q, v
 

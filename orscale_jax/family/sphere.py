@@ -96,8 +96,8 @@ def initial_norm_stage(
             params, lambda axes, leaf: axes.norms(leaf.astype(compute_dtype(leaf)))
         )
         # Not strict: optax.tree.map_params passes a placeholder without leaves.
-        found = jax.tree.leaves_with_path(unbox(initial))
-        for (path, norm), leaf in zip(found, jax.tree.leaves(bare), strict=False):
+        norms = jax.tree.leaves_with_path(unbox(initial))
+        for (path, norm), leaf in zip(norms, jax.tree.leaves(bare), strict=False):
             known = not isinstance(norm, jax.core.Tracer)
             if jnp.size(leaf) and known and bool((norm == 0).any()):
                 raise ValueError(
@@ -108,22 +108,22 @@ def initial_norm_stage(
         return InitialNormState(initial, learning_rate.init(params))
 
     def to_norm(axes: MatrixAxes, leaf: jax.Array, norm: jax.Array) -> jax.Array:
-        found = axes.norms(leaf)
-        norm = typed_sharding.shard_like(norm, found)
+        now = axes.norms(leaf)
+        norm = typed_sharding.shard_like(norm, now)
         # A zero norm was not refused where ``init`` was compiled: here it shows as NaN.
-        factor = jnp.where(norm == 0, jnp.nan, norm) / jnp.where(found == 0, 1, found)
+        factor = jnp.where(norm == 0, jnp.nan, norm) / jnp.where(now == 0, 1, now)
         return broadcast(axes, factor, leaf) * leaf
 
     def change(
         axes: MatrixAxes, by: jax.Array, w: jax.Array, norm: jax.Array
     ) -> jax.Array:
         still = axes.reduce(largest_magnitude, by) == 0
-        found = axes.norms(w + by)
-        norm = typed_sharding.shard_like(norm, found)
+        now = axes.norms(w + by)
+        norm = typed_sharding.shard_like(norm, now)
         # A step to zero leaves no direction: the matrix stays where it is.
-        moved = jnp.where(still | (found == 0), norm, found)
+        moved = jnp.where(still | (now == 0), norm, now)
         # Not R (W + step) / ‖W + step‖ − W, which would round off the step's digits.
-        factor = jnp.where(found == 0, 0, norm / moved)
+        factor = jnp.where(now == 0, 0, norm / moved)
         shrinkage = (norm - moved) / moved
         return broadcast(axes, factor, by) * by + broadcast(axes, shrinkage, w) * w
 

@@ -84,7 +84,7 @@ def linen_dimension_numbers(
     head_size: HeadSizes = False,
     **kwargs: Any,
 ) -> PyTree:
-    """The ``weight_dimension_numbers`` of a Linen model, from its modules' types.
+    """Make ``weight_dimension_numbers`` of a Linen model from the types of its modules.
 
     The modules of a model are known only while it runs, so ``module.init`` is traced,
     without computing anything. Kernels of ``Dense``, ``DenseGeneral`` (and so attention),
@@ -163,9 +163,11 @@ def linen_dimension_numbers(
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             for name, value in params.items():
                 module.scope.put_variable("params", name, value)
-            own: Any = method or "__call__"
-            own = getattr(type(module), own) if isinstance(own, str) else own
-            return getattr(own, "__func__", own)(module, *args, **kwargs)
+            function: Any = method or "__call__"
+            function = (
+                getattr(type(module), function) if isinstance(function, str) else function
+            )
+            return getattr(function, "__func__", function)(module, *args, **kwargs)
 
         return linen.init_with_output(call, module)(rngs, *args, **kwargs)[0]
 
@@ -179,10 +181,10 @@ def linen_dimension_numbers(
 
 
 def _interceptor(
-    given: ModuleRules, owners: dict[Path, type], around: dict[Path, Declared]
+    users_rules: ModuleRules, owners: dict[Path, type], around: dict[Path, Declared]
 ) -> Callable[..., Any]:
     """Make an interceptor that boxes each parameter after a method of its module."""
-    rules = {**LINEN_RULES, **given}
+    rules = {**LINEN_RULES, **users_rules}
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         result = call(*args, **kwargs)
@@ -193,11 +195,11 @@ def _interceptor(
         owners[tuple(module.path)] = type(module)
         arrays = module.variables.get("params", {})
         declared = with_adapters(module_types.declarations(module, rules), arrays)
-        for dotted, own in declared.items():
+        for dotted, declaration in declared.items():
             *inside, _ = path = (*module.path, *dotted.split("."))
             cls = owners.get(tuple(inside), object)
-            if "." in dotted and module_types.nearest(cls, rules) not in given:
-                around[path] = own
+            if "." in dotted and module_types.nearest(cls, rules) not in users_rules:
+                around[path] = declaration
         for name, value in arrays.items():
             if isinstance(value, Mapping):
                 continue
@@ -208,8 +210,8 @@ def _interceptor(
                 # Another parameter may belong to an outer module that shares this scope.
                 if isinstance(leaf, _Traced) or (name not in declared and rank > 1):
                     return leaf
-                own = None if several and rank < 2 else declared.get(name)
-                return _Traced(leaf, own, tuple(range(rank)), rank)
+                said = None if several and rank < 2 else declared.get(name)
+                return _Traced(leaf, said, tuple(range(rank)), rank)
 
             boxes = jax.tree.map(boxed, value, is_leaf=meta.is_axis_metadata)
             module.put_variable("params", name, boxes)

@@ -30,7 +30,7 @@ def nnx_dimension_numbers(
     head_size: HeadSizes = False,
     **kwargs: Any,
 ) -> Callable[[PyTree], PyTree]:
-    """The ``weight_dimension_numbers`` of an NNX model, from its modules' types.
+    """Make ``weight_dimension_numbers`` of an NNX model from the types of its modules.
 
     Kernels of ``Linear``, ``LinearGeneral`` (and so ``MultiHeadAttention``), ``Einsum``,
     ``Conv``, ``ConvTranspose``, ``LoRA`` and of the cells made of them are matrices, one
@@ -105,8 +105,8 @@ def nnx_dimension_numbers(
     # The axes that count modules, by their names in the variables' annotations.
     stacked: dict[Path, dict[str, int]] = {}
     for path, param in params.items():
-        own = param.get_metadata(nnx.PARTITION_NAME, None)
-        wanted = {*partition_names, *([] if own is None else [own])}
+        partition_name = param.get_metadata(nnx.PARTITION_NAME, None)
+        wanted = {*partition_names, *([] if partition_name is None else [partition_name])}
         annotation = param.get_metadata("out_sharding", None) or ()
         layout = getattr(annotation, "sharding", annotation)  # Of a Format.
         names = getattr(layout, "spec", layout)  # Of a NamedSharding.

@@ -38,25 +38,25 @@ def with_adapters(declared: _Parameters, arrays: Mapping[str, Any]) -> _Paramete
     They are (in..., rank) and (rank, out...) with the axes of a batch in front; beside
     those of an einsum is their equation.
     """
-    found: dict[str, Declared] = {}
+    adapters: dict[str, Declared] = {}
     for name in arrays:
         a, b = f"{name}_lora_a", f"{name}_lora_b"
         if a not in arrays or b not in arrays:
             continue
         # Of a table, they make its output head.
         if is_embedding_or_head(words(name)) or declared.get(name, name) is None:
-            found |= {a: None, b: None}
+            adapters |= {a: None, b: None}
         elif equation := arrays.get(f"{name}_lora_einsum_str"):
             inputs, first, second, outputs = re.split(",|->", equation)
             rank = second[0]
-            found[a] = _einsum(f"{inputs},{first}->{outputs}{rank}")
-            found[b] = _einsum(f"{rank},{second}->{outputs}")
+            adapters[a] = _einsum(f"{inputs},{first}->{outputs}{rank}")
+            adapters[b] = _einsum(f"{rank},{second}->{outputs}")
         else:
             ranks = (np.ndim(jax.tree.leaves(arrays[key])[0]) for key in (a, b))
             rows = 1 + max(0, operator.sub(*ranks))  # The window of a convolution, too.
-            found[a] = Weight((None,) * (rows + 1), tuple(range(rows)), rows)
-            found[b] = Weight((None, None), 0, 1)
-    return {**found, **declared}
+            adapters[a] = Weight((None,) * (rows + 1), tuple(range(rows)), rows)
+            adapters[b] = Weight((None, None), 0, 1)
+    return {**adapters, **declared}
 
 
 def _kernel(weight: Declared) -> _Parameters:
@@ -117,8 +117,8 @@ def _conv_lstm(module: linen.ConvLSTMCell) -> _Parameters:
     """As those of :func:`_gates`, in two convolutions."""
     columns = len(module.kernel_size) + 1
     shape = (*module.kernel_size, None, 4 * module.features)
-    own = Weight(shape, tuple(range(columns)), columns, blocks=4, block_axis=columns)
-    return {"ih.kernel": own, "hh.kernel": own}
+    weight = Weight(shape, tuple(range(columns)), columns, blocks=4, block_axis=columns)
+    return {"ih.kernel": weight, "hh.kernel": weight}
 
 
 _NORM = adamw_only("scale", "bias")

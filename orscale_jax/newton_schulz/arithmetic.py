@@ -223,9 +223,9 @@ def normalize_all(
     ``(..., 1, 1)``.
     """
     of_all = [_at_three_scales(x, arithmetic) for x in xs]
-    found = iter(sums([square for _, *squares in of_all for square in squares]))
+    totals = iter(sums([square for _, *squares in of_all for square in squares]))
     return [
-        _divide(wide, *(next(found) for _ in squares), scale=arithmetic.scale)
+        _divide(wide, *(next(totals) for _ in squares), scale=arithmetic.scale)
         for wide, *squares in of_all
     ]
 

@@ -100,11 +100,11 @@ def polar_factor(
             f"x has shape {x.shape} and dtype {x.dtype}: pass real floating-point "
             "matrices of shape (..., m, n) to polar_factor."
         )
-    given = NewtonSchulz.of(steps, coeffs, dtype, preconditioning)
+    settings = NewtonSchulz.of(steps, coeffs, dtype, preconditioning)
     if not x.size:
         return x  # The loop over matrices cannot be traced without one.
-    run: Branch = compiled_on_any_platform if given.is_static else on_any_platform
-    [q] = run(_polar, given, typed_sharding.gather(x, (x.ndim - 2, x.ndim - 1)))
+    run: Branch = compiled_on_any_platform if settings.is_static else on_any_platform
+    [q] = run(_polar, settings, typed_sharding.gather(x, (x.ndim - 2, x.ndim - 1)))
     return typed_sharding.shard_like(q, x)
 
 

@@ -126,8 +126,8 @@ class MatrixAxes:
         return sum(axis < self.block_axis for axis in self.batch)
 
     def _with_blocks(self, batch: Sequence[Any], entry: Any) -> tuple[Any, ...]:
-        own = (entry,) if self.sizes else ()
-        return (*batch[: self.block_position], *own, *batch[self.block_position :])
+        of_blocks = (entry,) if self.sizes else ()
+        return (*batch[: self.block_position], *of_blocks, *batch[self.block_position :])
 
     def of_batch(self, entries: Sequence[Any]) -> tuple[Any, ...]:
         """The entries for the batch axes, given one for each axis; None for blocks."""
@@ -147,11 +147,11 @@ class MatrixAxes:
     def reduce(self, fn: Callable[..., jax.Array], leaf: jax.Array) -> jax.Array:
         """``fn(matrices, axis=...)`` per matrix, of the batch shape."""
         along = self.within.matrix
-        found = [fn(self.part(leaf, i), axis=along) for i in range(len(self.labels))]
+        of_parts = [fn(self.part(leaf, i), axis=along) for i in range(len(self.labels))]
         return (
-            jnp.stack(found, axis=self.block_position)
+            jnp.stack(of_parts, axis=self.block_position)
             if self.has_unequal_blocks
-            else found[0]
+            else of_parts[0]
         )
 
     def norms(self, leaf: jax.Array) -> jax.Array:

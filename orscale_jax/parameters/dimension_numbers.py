@@ -96,10 +96,10 @@ class Unresolved:
 class UndecidedError(ValueError):
     """Says that leaves, whose paths it has, need dimension numbers or AdamW."""
 
-    def __init__(self, message: str, paths: list[Any]) -> None:
-        """Keep the paths."""
+    def __init__(self, message: str, paths: list[Any], of_dtype: bool = False) -> None:
+        """Keep the paths, and whether their dtypes are the reason."""
         super().__init__(message)
-        self.paths = paths
+        self.paths, self.of_dtype = paths, of_dtype
 
 
 DimensionNumbers: TypeAlias = MuonDimensionNumbers | BlockDimensionNumbers
@@ -113,12 +113,12 @@ def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) 
     """The axes of each leaf of matrices; masked nodes for other leaves. No boxes."""
     if not jax.tree.leaves(tree):  # optax.tree.map_params passes a placeholder.
         return tree
-    tree, given = unbox(tree), weight_dimension_numbers
-    if is_function(given, is_resolvable):
-        given = given(tree)
-    given = unbox(given, is_resolvable)
-    if given is None:
-        given = default_numbers(tree)
+    tree, numbers_tree = unbox(tree), weight_dimension_numbers
+    if is_function(numbers_tree, is_resolvable):
+        numbers_tree = numbers_tree(tree)
+    numbers_tree = unbox(numbers_tree, is_resolvable)
+    if numbers_tree is None:
+        numbers_tree = default_numbers(tree)
 
     def resolve(path: Any, numbers: Any, leaf: jax.Array) -> Any:
         if numbers is None or is_masked(numbers):
@@ -127,7 +127,7 @@ def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) 
             return numbers
         return explicit_axes(path, leaf, numbers)
 
-    return spread(resolve, given, tree, "weight_dimension_numbers")
+    return spread(resolve, numbers_tree, tree, "weight_dimension_numbers")
 
 
 def require_matrices(
@@ -164,11 +164,11 @@ def spread(
     fn: Callable[[Any, Any, Any], Any], numbers: PyTree, tree: PyTree, argument: str
 ) -> PyTree:
     """``fn(path, its numbers, leaf)`` of all leaves; the numbers may be a prefix."""
-    for path, own in jax.tree.leaves_with_path(numbers, is_leaf=is_resolvable):
-        if not is_resolvable(own):
+    for path, own_numbers in jax.tree.leaves_with_path(numbers, is_leaf=is_resolvable):
+        if not is_resolvable(own_numbers):
             raise ValueError(
-                f"{argument}: found {own!r} at {quoted(path)}, which is neither None nor "
-                "an optax.contrib.MuonDimensionNumbers or an "
+                f"{argument}: found {own_numbers!r} at {quoted(path)}, which is neither "
+                "None nor an optax.contrib.MuonDimensionNumbers or an "
                 "orscale_jax.BlockDimensionNumbers."
             )
     misfit = f"{argument} must be a tree of the parameters' structure, or a prefix of it"
@@ -181,7 +181,7 @@ def spread(
     elif both and type(tree) is not dict and type(numbers) is dict:
         misfit += f". Give both as dictionaries, not as {type(tree).__name__}"
     of_leaves = broadcast_prefix(numbers, tree, misfit, is_resolvable)
-    return jax.tree.map_with_path(lambda p, x, own: fn(p, own, x), tree, of_leaves)
+    return jax.tree.map_with_path(lambda path, x, n: fn(path, n, x), tree, of_leaves)
 
 
 def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> MatrixAxes:
@@ -196,7 +196,7 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Matr
     elif not all(jnp.issubdtype(type(axis), jnp.integer) for axis in used):
         misfit = "axes must be integers"
     elif not all(-rank <= axis < rank for axis in used):
-        misfit = f"the leaf has {rank} axes"
+        misfit = f"the leaf has {rank} {'axis' if rank == 1 else 'axes'}"
     elif len({axis % rank for axis in used}) < len(used):
         misfit = "an axis is named twice"
     elif blocks and all(blocks.block_axis - a % rank not in (0, -rank) for a in used):
@@ -211,11 +211,14 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Matr
             '("adamw" in by_path).'
         )
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        remedy = "Put None for it in weight_dimension_numbers: AdamW then trains it."
+        if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            remedy = "Nothing trains it: keep it out of the parameters."
         raise UndecidedError(
             f"parameter {name_and_shape(path, leaf)} has dtype {leaf.dtype}, and only "
-            "real floating-point matrices can be orthogonalized. Put None for a complex "
-            "one in weight_dimension_numbers; keep integers out of the parameters.",
+            f"real floating-point matrices can be orthogonalized. {remedy}",
             [path],
+            of_dtype=True,
         )
     rows, columns = (tuple(int(a) % rank for a in axes) for axes in (rows, columns))
     batch = tuple(a for a in range(rank) if a not in rows + columns)
@@ -276,7 +279,9 @@ def _function_of_modules(tree: PyTree, paths: list[Any]) -> str:
     nnx = any(map(str.isdigit, names))
     faces = {"linen_dimension_numbers(module, *inputs)": linen}
     faces["nnx_dimension_numbers(model)"] = nnx
-    named = [f"orscale_jax.flax.{x}" for x, own in faces.items() if own or linen == nnx]
+    named = [
+        f"orscale_jax.flax.{x}" for x, likely in faces.items() if likely or linen == nnx
+    ]
     return (
         f" If the model is Flax's, {' or '.join(named)} takes all of this from the "
         "types of its modules."

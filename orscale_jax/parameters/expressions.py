@@ -47,11 +47,11 @@ def compiled(
 def matching(argument: str, expression: Any, names: Iterable[str]) -> set[str]:
     """The names in which an expression has a match; refuses one that has none."""
     pattern, names = _pattern(argument, expression), list(names)
-    found = {name for name in names if pattern.search(name)}
-    if not found:
+    matches = {name for name in names if pattern.search(name)}
+    if not matches:
         remedy = f"no name has it; the first are {names[:3]}"
         validate.refuse(argument, expression, remedy)
-    return found
+    return matches
 
 
 def values(
@@ -85,8 +85,8 @@ def values(
             f"{this} matches no parameter. Correct it, or leave it out; of {len(alike)} "
             f"paths the nearest are {', '.join(map(repr, nearest))}."
         )
-    found = ((names_on(path), by_dotted[dotted(path)]) for path, _ in leaves)
-    return {path: pairs[index][1] for path, index in found if index is not None}
+    indices = ((names_on(path), by_dotted[dotted(path)]) for path, _ in leaves)
+    return {path: pairs[index][1] for path, index in indices if index is not None}
 
 
 def _pattern(name: str, expression: Any) -> re.Pattern[str]:

@@ -37,13 +37,13 @@ DIVIDED = {
 _SHARED = re.compile(r"\b(rope|rotary|pe)\b")
 
 
-def compiled(given: HeadSizes) -> tuple[HeadSize, expressions.Pairs[HeadSize]]:
+def compiled(sizes: HeadSizes) -> tuple[HeadSize, expressions.Pairs[HeadSize]]:
     """Check ``head_size``: the size where no expression matches, and the expressions."""
-    parts = isinstance(given, tuple) and not any(isinstance(x, tuple) for x in given)
-    one = parts or isinstance(given, str) or hasattr(given, "shape")
-    if one or not isinstance(given, Iterable):
-        return _checked("head_size", given), ()
-    return True, expressions.compiled(given, "head_size", "sizes of heads", _checked)
+    parts = isinstance(sizes, tuple) and not any(isinstance(x, tuple) for x in sizes)
+    one = parts or isinstance(sizes, str) or hasattr(sizes, "shape")
+    if one or not isinstance(sizes, Iterable):
+        return _checked("head_size", sizes), ()
+    return True, expressions.compiled(sizes, "head_size", "sizes of heads", _checked)
 
 
 def _checked(name: str, value: Any) -> HeadSize:
@@ -65,19 +65,19 @@ def divided(
         for path, leaf in leaves
         if is_masked(leaf) or isinstance(numbers.get(names_on(path)), DimensionNumbers)
     ]
-    given = expressions.values(sizes, matrices, "head_size")
-    names, found, misfits = Names.of(leaves), {}, []
+    size_of = expressions.values(sizes, matrices, "head_size")
+    names, by_head, misfits = Names.of(leaves), {}, []
     for entries, leaf in matrices:
         path, layer = names_on(entries), names.layer_class(entries)
-        size = given.get(path, default)
+        size = size_of.get(path, default)
         key = layer == "attention key" and module_and_array(entries)[0][-1]
         if size is False or is_masked(leaf) or (key and _SHARED.search(key)):
             continue
         try:
             if layer in DIVIDED:
                 own = _by_head(numbers[path], np.shape(leaf), size, DIVIDED[layer])
-                found[path] = own
-            elif layer == "attention qkvo" or (path in given and layer == "other"):
+                by_head[path] = own
+            elif layer == "attention qkvo" or (path in size_of and layer == "other"):
                 raise ValueError("its class does not say along which axis heads lie")
         except ValueError as misfit:
             detail = f"{of_shape(leaf)}, class {layer!r}: {misfit}"
@@ -89,13 +89,13 @@ def divided(
             "if it stays whole, or name its matrices by a rule: "
             "orscale_jax.BlockDimensionNumbers."
         )
-    if not found and not any(is_masked(leaf) for _, leaf in leaves):
+    if not by_head and not any(is_masked(leaf) for _, leaf in leaves):
         raise ValueError(
             "head_size divides no parameter: none has the class of a projection of "
             "attention (orscale_jax.diagnostics.layer_classes). Leave head_size out, or "
             "name the matrices by rules: orscale_jax.BlockDimensionNumbers."
         )
-    return found
+    return by_head
 
 
 def _by_head(

@@ -320,17 +320,17 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
         named = isinstance(value, str) and value
         return named or validate.refuse(name, value, "pass the name of a class")
 
-    given = () if rules is None else rules
-    pairs = expressions.compiled(given, "rules", "names of classes", checked)
+    rules = () if rules is None else rules
+    pairs = expressions.compiled(rules, "rules", "names of classes", checked)
     bare = unbox(params)
     if not jax.tree.leaves(bare):
         return bare
     expressions.refuse_step_count(bare, "classes")
     leaves = leaves_and_masks(bare)
-    found = expressions.values(pairs, leaves, "layer_classes")
+    by_rule = expressions.values(pairs, leaves, "layer_classes")
     names = Names.of(leaves)
     return jax.tree.map_with_path(
-        lambda path, _: found.get(names_on(path)) or names.layer_class(path), bare
+        lambda path, _: by_rule.get(names_on(path)) or names.layer_class(path), bare
     )
 
 
@@ -367,10 +367,10 @@ def _by_path(keys: Path) -> str | None:
 
 @functools.lru_cache(maxsize=2**16)
 def _by_rules(within: str, name: str, beside: str) -> str:
-    for layer, parts, own, *others in _BY_NAME:
+    for layer, parts, expression, *others in _BY_NAME:
         if (
             re.fullmatch(parts, within)
-            and re.search(own, name)
+            and re.search(expression, name)
             and all(re.search(other, beside) for other in others)
         ):
             return layer

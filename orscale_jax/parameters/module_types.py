@@ -99,7 +99,7 @@ def numbers_by_owner(
     owners: Mapping[Path, Any],
     rules: Mapping[type, Any],
     stacked: Collection[int] = (),
-    given: Collection[type] = (),
+    users_types: Collection[type] = (),
 ) -> Numbers:
     """The numbers of a parameter, if only axes in front and ``stacked`` stack modules.
 
@@ -110,32 +110,32 @@ def numbers_by_owner(
     # Transformations stack in front unless told otherwise, which only annotations record.
     # The other axes must have the sizes that the module declares.
     others = [axis for axis in range(len(shape)) if axis not in stacked]
-    types, found = {}, {}
+    types, by_path = {}, {}
     for path in paths:
         depths = [i for i in range(len(path)) if path[:i] in owners]
         owner = owners[path[: depths[-1]]]
         cls = owner if isinstance(owner, type) else type(owner)
         types[path] = f"{cls.__module__}.{cls.__qualname__}"
         names = [(i, ".".join(path[i:])) for i in depths]
-        if nearest(type(owner), rules) in given:
+        if nearest(type(owner), rules) in users_types:
             names = []
         for depth, name in (*names, (depths[-1], path[depths[-1]])):
             declared = declarations(owners[path[:depth]], rules)
             if name in declared:
                 rank = len(getattr(declared[name], "shape", ()))
                 axes = tuple(others[max(len(others) - rank, 0) :])
-                found[path] = located(declared[name], axes, shape)
+                by_path[path] = located(declared[name], axes, shape)
                 break
-    if not found and len(shape) > 1:
+    if not by_path and len(shape) > 1:
         return Unresolved(f"there is no rule for it in {types[paths[0]]}")
-    numbers = list(found.values())
+    numbers = list(by_path.values())
     if not numbers or None in numbers:
         return None
-    if all(own == numbers[0] for own in numbers):
+    if all(one == numbers[0] for one in numbers):
         return numbers[0]
     said = (
-        f"{dotted(path)!r} in {types[path]}: {getattr(own, 'reason', own)}"
-        for path, own in found.items()
+        f"{dotted(path)!r} in {types[path]}: {getattr(one, 'reason', one)}"
+        for path, one in by_path.items()
     )
     return Unresolved("its owners disagree; " + "; ".join(said))
 
@@ -144,16 +144,16 @@ def located(declared: Declared, axes: tuple[int, ...], shape: tuple[int, ...]) -
     """The numbers of a leaf in which the module's own axes are ``axes``."""
     if not isinstance(declared, Weight):
         return declared
-    own = tuple(shape[axis] for axis in axes)
-    if len(own) != len(declared.shape) or any(
+    sizes = tuple(shape[axis] for axis in axes)
+    if len(sizes) != len(declared.shape) or any(
         size not in (None, actual)
-        for size, actual in zip(declared.shape, own, strict=True)
+        for size, actual in zip(declared.shape, sizes, strict=True)
     ):
         return Unresolved(
             f"its module declares {declared.shape}, which must follow the stacked axes, "
             "if there are any"
         )
-    if declared.group_inputs is not None and own[declared.group_inputs] == 1:
+    if declared.group_inputs is not None and sizes[declared.group_inputs] == 1:
         return None  # Depthwise.
     rows, columns = (
         as_axis(tuple(axes[axis] for axis in as_tuple(own_axes)))
@@ -188,11 +188,11 @@ def resolved(
             numbers[path] = None
     # As the keys of a dictionary, paths are the same for rules and for names.
     make = resolver(overrides or {}, numbers, head_size, "overrides", "overrides")
-    found: dict[Path, Numbers] = make(dict(leaves))
+    numbers_of: dict[Path, Numbers] = make(dict(leaves))
     unresolved = [
-        (dotted(path), f"{of_shape(leaves[path])}: {own.reason}")
-        for path, own in found.items()
-        if isinstance(own, Unresolved)
+        (dotted(path), f"{of_shape(leaves[path])}: {unclear.reason}")
+        for path, unclear in numbers_of.items()
+        if isinstance(unclear, Unresolved)
     ]
     if unresolved:
         raise ValueError(
@@ -202,7 +202,7 @@ def resolved(
             'reduction_axis=..., output_axis=...)} for each, with "adamw" instead for '
             "AdamW, or rules={type of its module: ...}."
         )
-    return found
+    return numbers_of
 
 
 def look_up(
@@ -251,14 +251,14 @@ def of_module_tree(
             return node is not around and isinstance(node, module_type)
 
         inside = by_name(module, is_inside).items()
-        modules += [(path + own, node) for own, node in inside if is_inside(node)]
+        modules += [(path + below, node) for below, node in inside if is_inside(node)]
     owners, leaves, by_type = dict(modules), {}, {}
     for path, node in by_name(model, is_parameter).items():
         arrays = [x for x in jax.tree.leaves(node) if hasattr(x, "dtype")]
         if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
             leaves[path] = leaf = jax.tree.leaves(node)[0]
-            own = numbers_by_owner([path], np.shape(leaf), owners, rules)
-            by_type[path] = placed(own, node)
+            numbers = numbers_by_owner([path], np.shape(leaf), owners, rules)
+            by_type[path] = placed(numbers, node)
     output: list[Path] = []
     if any(inputs):
         args, kwargs = inputs
@@ -267,7 +267,9 @@ def of_module_tree(
             return model(*args, **kwargs)
 
         output = output_layers(outputs, model, (), *args, **kwargs)
-    numbers = resolved(leaves, by_type, overrides, head_size, output)
+    resolved_numbers = resolved(leaves, by_type, overrides, head_size, output)
     return look_up(
-        numbers, is_parameter, "floating-point array of the model that dimension_numbers"
+        resolved_numbers,
+        is_parameter,
+        "floating-point array of the model that dimension_numbers",
     )

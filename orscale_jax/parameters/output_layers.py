@@ -1,9 +1,10 @@
 """Output layers: the parameters with which a model computes the product that it returns.
 
-A model is traced, and a walk over its operations keeps for each array what it is made of.
-A product stays one under what an output layer is followed by: a bias, a scale, softmax, a
-squashing function, a choice, sums and means. At everything else it ends: a ReLU, a gate,
-a norm, a sum with what the product was computed from (a residual stream), a loop's carry.
+A model is traced. A walk over its operations records which parameters each array is made
+of. A product still counts as the output after operations that may follow an output layer:
+a bias, a scale, softmax, a squashing function, a choice, sums and means. It no longer
+counts after any other operation: a ReLU, a gate, a norm, a sum with the input of the
+product (a residual stream), the carry of a loop.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -53,8 +54,8 @@ def output_layers(
     """The kernels of output layers among ``params``; ``constants`` are no inputs."""
 
     def outputs(params: PyTree, constants: PyTree, args: Any, kwargs: Any) -> list[Any]:
-        found = jax.tree.leaves(function(params, constants, *args, **kwargs))
-        return [leaf for leaf in found if isinstance(leaf, jax.Array)]
+        leaves = jax.tree.leaves(function(params, constants, *args, **kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
     call, arrays = of_arrays(outputs, params, constants, args, kwargs)
     paths = [names_on(path) for path, _ in jax.tree.leaves_with_path(params)]
@@ -103,12 +104,12 @@ def _walk(jaxpr: Jaxpr, made: list[_Made]) -> list[_Made]:
         body: Any = next(inner, None)
         body = getattr(body, "jaxpr", body)
         if name == "scan":
-            found = _of_scan(eqn, made)
+            results = _of_scan(eqn, made)
         elif name == "cond":
             branches = [_walk(branch.jaxpr, made[1:]) for branch in params["branches"]]
-            found = [_kept("select_n", list(m)) for m in zip(*branches, strict=True)]
+            results = [_kept("select_n", list(m)) for m in zip(*branches, strict=True)]
         elif body and not hidden and len(body.invars) == len(made) and name != "while":
-            found = _walk(body, made)
+            results = _walk(body, made)
         else:
             # Indices, masks and choices have no gradient: they only say what is taken.
             flowing = [m for m, x in zip(made, eqn.invars, strict=True) if is_float(x)]
@@ -119,8 +120,8 @@ def _walk(jaxpr: Jaxpr, made: list[_Made]) -> list[_Made]:
                     end = _Made(True, end.weights | _STATISTIC)
             elif not hidden and any(m.varies for m in flowing):
                 end = _kept(name, flowing)
-            found = [end if is_float(x) else _Made(end.varies) for x in eqn.outvars]
-        known.update(zip(eqn.outvars, found, strict=True))
+            results = [end if is_float(x) else _Made(end.varies) for x in eqn.outvars]
+        known.update(zip(eqn.outvars, results, strict=True))
     return [of(x) for x in jaxpr.outvars]
 
 
@@ -164,8 +165,8 @@ def _of_scan(eqn: Any, made: list[_Made]) -> list[_Made]:
     first = end - count_alike(eqn.outvars, body.outvars)
     carry = [_hidden([m]) for m in made[first:end]]
     while True:
-        found = _walk(body, [*made[:first], *carry, *made[end:]])
-        after = [_hidden(pair) for pair in zip(carry, found, strict=False)]
+        after_body = _walk(body, [*made[:first], *carry, *made[end:]])
+        after = [_hidden(pair) for pair in zip(carry, after_body, strict=False)]
         if after == carry:
-            return carry + found[len(carry) :]
+            return carry + after_body[len(carry) :]
         carry = after

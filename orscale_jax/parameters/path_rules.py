@@ -44,9 +44,10 @@ def by_path(
 
     Paths are written with dots, as in :func:`describe` and in error messages:
     ``blocks.0.attention.query.kernel``. An expression matches if :func:`re.search` finds
-    it anywhere in the path, and the first that matches applies. An expression that
-    applies to no parameter is an error: it is misspelt, or comes after a broader one.
-    (Not where Optax has masked a part of the parameters, whose names are unknown then.)
+    it anywhere in the path, and the first expression that matches applies. An expression
+    that applies to no parameter is an error: it is misspelt, or comes after a broader
+    one. (If Optax has masked a part of the parameters, their names are unknown, and it is
+    no error.)
 
     Args:
       rules: Mapping, or sequence of pairs, from a regular expression to ``"matrix"`` (a
@@ -59,11 +60,12 @@ def by_path(
       head_size: The number of features of a head, if each head of attention is a matrix
         of its own: 64, or 128 for one matrix of two neighbouring heads. A tuple: the
         sizes of the parts of each head, such as key and value of latent attention. True:
-        as the shapes say, for projections that count heads along an axis. Mapping, or
+        the shapes tell, for projections that count heads along an axis. Or a mapping, or
         sequence of pairs, from a regular expression to one of these, or to False for a
-        projection that stays whole; True where none matches. It divides the matrices of
-        all projections that :func:`orscale_jax.diagnostics.layer_classes` knows, as of
-        queries, keys, values and outputs, after all other rules.
+        projection that stays whole; where no expression matches, True. After all other
+        rules, it splits the matrices of all projections whose class
+        (:func:`orscale_jax.diagnostics.layer_classes`) is attention's query, key, value,
+        output or a fusion of these.
 
     Returns:
       A callable from a tree of parameters (also abstract ones) to its tree of dimension
@@ -129,8 +131,8 @@ def resolver(
         whole = of_all(decided)
         if not sizes and default_size is False:
             return whole
-        found = by_name(whole, is_resolvable)
-        by_head = heads.divided(leaves, found, default_size, sizes)
+        by_rule = by_name(whole, is_resolvable)
+        by_head = heads.divided(leaves, by_rule, default_size, sizes)
         unclear = [
             (dotted(path), of_shape(leaf))
             for path, leaf in leaves
@@ -176,8 +178,8 @@ def _decided(
     for pattern, _ in pairs:
         misfits = [
             (dotted(path), of_shape(leaf))
-            for path, leaf, own, rule in arrays
-            if own == pattern.pattern and rule == "matrix" and np.ndim(leaf) != 2
+            for path, leaf, matched, rule in arrays
+            if matched == pattern.pattern and rule == "matrix" and np.ndim(leaf) != 2
         ]
         if misfits:
             raise ValueError(

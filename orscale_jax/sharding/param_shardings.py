@@ -34,11 +34,11 @@ class ParamSpecs:
     stay hashable, and can be pickled.
     """
 
-    def __init__(self, given: ParamShardings) -> None:
+    def __init__(self, param_shardings: ParamShardings) -> None:
         """Take ``param_shardings`` of :func:`orscale_jax.orscale`."""
-        if isinstance(given, Mesh | AbstractMesh):
-            validate.refuse("param_shardings", given, "pass a mesh as mesh=")
-        self._given = given
+        if isinstance(param_shardings, Mesh | AbstractMesh):
+            validate.refuse("param_shardings", param_shardings, "pass a mesh as mesh=")
+        self._given = param_shardings
         # The specs that init has seen, the last one last: of arrays, and of types.
         self._placed: dict[_Key, list[PartitionSpec]] = {}
         self._typed: dict[_Key, PartitionSpec] = {}
@@ -70,10 +70,12 @@ class ParamSpecs:
     def on(self, mesh: AbstractMesh, tree: PyTree) -> list[PartitionSpec | None]:
         """The specs of the leaves of a bare tree on a mesh; None where nobody says it."""
         if self._given is not None:
-            given = self._given
-            if is_function(given, lambda x: _says_sharding(x) or hasattr(x, "sharding")):
-                given = given(tree)
-            return jax.tree.leaves(_given_specs(given, tree, mesh))
+            param_shardings = self._given
+            if is_function(
+                param_shardings, lambda x: _says_sharding(x) or hasattr(x, "sharding")
+            ):
+                param_shardings = param_shardings(tree)
+            return jax.tree.leaves(_given_specs(param_shardings, tree, mesh))
         specs, unknown, otherwise = [], [], []
         for path, leaf in jax.tree.leaves_with_path(tree):
             spec = self._learned(path, leaf, mesh)
@@ -105,13 +107,15 @@ class ParamSpecs:
 
     def _learned(self, path: Any, leaf: Any, mesh: AbstractMesh) -> PartitionSpec | None:
         """The spec of a leaf that fits the mesh, from the surest source that has one."""
-        own = None if isinstance(leaf, jax.core.Tracer) else _sharding(leaf)
+        sharding = None if isinstance(leaf, jax.core.Tracer) else _sharding(leaf)
         key = _key(path, leaf, mesh)
         sources = [
             *self._placed.get(_key(path, leaf), []),
             *self._placed.get(key, [])[-1:],
             self._typed.get(key),
-            own.spec if own is not None and own.mesh.shape == mesh.shape else None,
+            sharding.spec
+            if sharding is not None and sharding.mesh.shape == mesh.shape
+            else None,
         ]
         fitting = (spec for spec in sources if spec is not None)
         return next((s for s in fitting if not _misfit(s, np.shape(leaf), mesh)), None)
@@ -139,7 +143,7 @@ def _says_sharding(node: Any) -> bool:
     return node is None or is_box(node) or isinstance(node, NamedSharding | PartitionSpec)
 
 
-def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
+def _given_specs(prefix: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
     """A spec for each leaf of a tree, from a prefix of it."""
 
     def spec_of(path: Any, leaf: Any, node: Any) -> PartitionSpec:
@@ -168,7 +172,7 @@ def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
         "param_shardings must be a tree of the parameters' structure, or a prefix of it, "
         "with a jax.sharding.PartitionSpec (not a tuple) or NamedSharding for each leaf"
     )
-    nodes = broadcast_prefix(given, tree, misfit, _says_sharding)
+    nodes = broadcast_prefix(prefix, tree, misfit, _says_sharding)
     return jax.tree.map_with_path(spec_of, tree, nodes)
 
 

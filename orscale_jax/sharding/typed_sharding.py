@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 
 def mesh_of(
-    arrays: Sequence[jax.Array], given: Mesh | AbstractMesh | None
+    arrays: Sequence[jax.Array], users_mesh: Mesh | AbstractMesh | None
 ) -> AbstractMesh | None:
     """The mesh of the arrays' types, else that given, else that of the context.
 
@@ -27,7 +27,7 @@ def mesh_of(
     def matters(mesh: AbstractMesh) -> bool:
         return mesh.size > 1 or AxisType.Explicit in mesh.axis_types
 
-    wanted = None if given is None else given.abstract_mesh
+    wanted = None if users_mesh is None else users_mesh.abstract_mesh
     meshes = [jax.typeof(array).sharding.mesh for array in arrays]
     mesh = next(filter(matters, meshes), None)
     if mesh and wanted and wanted.size > 1 and mesh.shape != wanted.shape:

@@ -47,23 +47,23 @@ def keep_master_weights(
       \text{master} = \text{parameter} \cdot 2^{16} + \text{low bits}, \quad
       \text{as integers}.
 
-    No update is lost, however small, and the memory is that of float32 weights. ``inner``
-    sees only the master weights, and gradients in float32: its state has the dtypes of
-    float32 training, and the norms of :func:`orscale` are those of the master weights.
-    What comes out are the float32 updates with which :func:`optax.apply_updates` moves
-    each parameter to exactly the upper half of its new master weight.
+    No update is lost, however small, and the memory is the same as with float32 weights.
+    ``inner`` sees only the master weights, and gradients in float32. Its state therefore
+    has the dtypes of float32 training, and the norms of :func:`orscale` are norms of the
+    master weights. It returns float32 updates, with which :func:`optax.apply_updates`
+    moves each parameter to exactly the upper half of its new master weight.
 
     Given the same gradients, master weights equal float32 weights to the bit, except that
-    one below :math:`2^{-118}` (3e-36) in magnitude becomes zero. A parameter is its
-    master weight rounded toward zero: smaller by less than one part in 128. What the
-    wrapper does is elementwise, and the same on every mesh.
+    a weight below :math:`2^{-118}` (3e-36) in magnitude becomes zero. A parameter is its
+    master weight rounded toward zero, which is smaller by less than one part in 128. The
+    wrapper works elementwise, and gives the same result on every mesh.
 
     Put other transformations and wrappers inside, such as :func:`optax.chain`,
-    :func:`optax.inject_hyperparams` and :func:`optax.apply_if_finite`: what changes
-    updates on their way to the parameters makes them wrong. Behind a mask that freezes a
-    parameter, its low bits drift, which ``describe(..., probe=True)`` shows.
-    :class:`optax.MultiSteps` may be inside or around it. What changes parameters by other
-    means changes their upper halves only.
+    :func:`optax.inject_hyperparams` and :func:`optax.apply_if_finite`, because an update
+    that changes on its way to the parameter is wrong. :class:`optax.MultiSteps` may be
+    inside or around it. Behind a mask that freezes a parameter, its low bits drift, which
+    ``describe(..., probe=True)`` shows. Code that changes parameters by other means
+    changes only their upper halves.
 
     Args:
       inner: The whole optimizer, such as ``orscale(1e-3)`` or a chain that ends in one.
@@ -149,7 +149,7 @@ def keep_master_weights(
 
 
 def master_weights(state: optax.OptState, params: PyTree) -> PyTree:
-    """The float32 master weights of bfloat16 parameters, such as for an export.
+    """Return the float32 master weights of bfloat16 parameters, for example to export.
 
     Args:
       state: A state with one :class:`MasterWeightsState` in it, at any depth.
@@ -163,14 +163,14 @@ def master_weights(state: optax.OptState, params: PyTree) -> PyTree:
       ValueError: If there is no :class:`MasterWeightsState` in the state or more than
         one, or it is of parameters of other shapes or dtypes.
     """
-    found = nodes_of(state, MasterWeightsState)
-    if len(found) != 1:
+    states = nodes_of(state, MasterWeightsState)
+    if len(states) != 1:
         raise ValueError(
-            f"the state has {len(found)} MasterWeightsState instead of one: pass the "
+            f"the state has {len(states)} MasterWeightsState instead of one: pass the "
             "state of one optimizer that keep_master_weights made, and then the "
             "parameters."
         )
-    return with_master_weights(found, params)
+    return with_master_weights(states, params)
 
 
 def with_master_weights(states: Iterable[MasterWeightsState], params: PyTree) -> PyTree:

@@ -263,13 +263,14 @@ def on_parameters(
     *,
     keep_dtypes: bool = False,
 ) -> Optimizer:
-    """The whole optimizer that ``optimizer_of(parameters)`` is for given parameters.
+    """Wrap ``optimizer_of(parameters)`` as an optimizer for what users pass.
 
-    It sees bare arrays in float32 (float64 if any leaf is), and only parameters that have
-    gradients; without parameters, the updates. Updates come out in the dtype to which
-    gradient, parameter and ``mu_dtype`` promote, as in Optax, and sharded like the
-    parameters; every leaf of the state with its dtype, sharding and box of before.
-    With ``keep_dtypes``, for a single stage, updates keep their own dtypes instead.
+    ``optimizer_of`` sees bare arrays in float32 (float64 if any leaf is float64), and
+    only parameters that have gradients; if ``update`` has no parameters, it sees the
+    updates. Afterwards, updates are sharded like the parameters, and have the dtype to
+    which gradient, parameter and ``mu_dtype`` promote, as in Optax. Every leaf of the
+    state gets back its dtype, sharding and box. With ``keep_dtypes``, for a single stage,
+    updates keep their own dtypes.
     """
 
     def init(params: PyTree) -> PyTree:
@@ -344,7 +345,7 @@ def compute_dtype(tree: Any) -> jnp.dtype:
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The leaf without values and sharding: JAX keeps what it traces for equal ones."""
+    """The shape and dtype of a leaf, without a sharding, so that JAX caches the trace."""
     return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf))
 
 

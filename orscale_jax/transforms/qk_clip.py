@@ -237,10 +237,14 @@ def _find(attentions: PyTree, params: PyTree) -> tuple[list[Any], Any]:
             validate.refuse("attentions", entry, "pass a QueryKey, or a pytree of them")
         parts = []
         for part in ("query", "key", "rotary_query"):
-            given = getattr(entry, part)
-            several = given if isinstance(given, tuple | list) else (given,)
+            projections = getattr(entry, part)
+            several = (
+                projections if isinstance(projections, tuple | list) else (projections,)
+            )
             if not several and part != "rotary_query":
-                validate.refuse(part, given, "pass a path, an AttentionHeads, or several")
+                validate.refuse(
+                    part, projections, "pass a path, an AttentionHeads, or several"
+                )
             where = f"{part} of {name}"
             parts.append([_place(where, x, entry.layer_axes, leaves) for x in several])
         (*layers, heads), (*_, groups) = parts[0][0].shape, parts[1][0].shape
@@ -264,21 +268,23 @@ def _find(attentions: PyTree, params: PyTree) -> tuple[list[Any], Any]:
     return modules, structure
 
 
-def _place(where: str, given: Any, layer_axes: Any, leaves: Mapping[Any, Any]) -> Place:
+def _place(
+    where: str, projection: Any, layer_axes: Any, leaves: Mapping[Any, Any]
+) -> Place:
     """The heads in the one parameter that has their path, or is below it."""
-    heads = AttentionHeads(given) if isinstance(given, str) else given
+    heads = AttentionHeads(projection) if isinstance(projection, str) else projection
     if not isinstance(heads, AttentionHeads):
-        validate.refuse(where, given, "pass a path, an AttentionHeads, or several")
+        validate.refuse(where, projection, "pass a path, an AttentionHeads, or several")
     names = {path: dotted(path) for path in leaves}
-    found = [(p, x) for p, x in names.items() if f"{x}.".startswith(f"{heads.path}.")]
-    if len(found) != 1:
+    matches = [(p, x) for p, x in names.items() if f"{x}.".startswith(f"{heads.path}.")]
+    if len(matches) != 1:
         near = difflib.get_close_matches(heads.path, names.values(), n=3, cutoff=0)
-        near = [name for _, name in found[:3]] or near
+        near = [name for _, name in matches[:3]] or near
         raise ValueError(
-            f"{where}: {heads.path!r} is the name of {len(found)} parameters. Pass the "
+            f"{where}: {heads.path!r} is the name of {len(matches)} parameters. Pass the "
             f"keys of one path, joined by dots, or several paths, such as {near}."
         )
-    [(path, name)] = found
+    [(path, name)] = matches
     shape, dtype = np.shape(leaves[path]), jnp.result_type(leaves[path])
 
     def require(fits: Any, why: str) -> None:
@@ -290,7 +296,10 @@ def _place(where: str, given: Any, layer_axes: Any, leaves: Mapping[Any, Any]) -
 
     def axis_of(argument: str, axis: Any) -> int:
         fits = validate.is_whole(axis) and -len(shape) <= axis < len(shape)
-        require(fits, f"it has {len(shape)} axes, so pass another {argument} than {axis}")
+        axes = "axis" if len(shape) == 1 else "axes"
+        require(
+            fits, f"it has {len(shape)} {axes}, so pass another {argument} than {axis}"
+        )
         return int(axis) % len(shape)
 
     def along(axis: int, values: Any) -> Any:

@@ -62,23 +62,23 @@ def scale_by_path(
         """For each leaf a number, or an array that broadcasts against the leaf."""
         if not jax.tree.leaves(tree):  # As in matrix_axes.
             return tree
-        found = expressions.values(pairs, leaves_and_masks(tree), "scale_by_path")
+        factor_of = expressions.values(pairs, leaves_and_masks(tree), "scale_by_path")
 
         def of_leaf(path: Any, leaf: Any) -> ArrayLike:
-            factor: Any = found.get(names_on(path), 1.0)
-            own, lengths = np.shape(factor), np.shape(leaf)
-            shape = own + (1,) * (len(lengths) - len(own))
+            factor: Any = factor_of.get(names_on(path), 1.0)
+            known, lengths = np.shape(factor), np.shape(leaf)
+            shape = known + (1,) * (len(lengths) - len(known))
             if len(shape) > len(lengths) or any(
                 n not in (1, length) for n, length in zip(shape, lengths, strict=True)
             ):
                 raise ValueError(
                     f"the array of scale_by_path for {name_and_shape(path, leaf)} has "
-                    f"shape {own}: pass a number, or an array with the lengths of the "
+                    f"shape {known}: pass a number, or an array with the lengths of the "
                     "leaf's first axes, or with as many axes as the leaf, with 1 along "
                     "all but those of layers. A narrower expression before this one "
                     "gives the leaf another number."
                 )
-            return factor.reshape(shape) if own else factor
+            return factor.reshape(shape) if known else factor
 
         return jax.tree.map_with_path(of_leaf, tree)
 

@@ -220,8 +220,8 @@ def trust_ratio_stage(
         def next_numbers(before: jax.Array, *squares: jax.Array) -> jax.Array:
             like = before[0]
             norms = [typed_sharding.shard_like(square_root(x), like) for x in squares]
-            given = ratio.directions, ratio.eps, ratio.r_min, ratio.r_max
-            arguments = [jnp.asarray(number, before.dtype) for number in given]
+            hyperparameters = ratio.directions, ratio.eps, ratio.r_min, ratio.r_max
+            arguments = [jnp.asarray(number, before.dtype) for number in hyperparameters]
             return _calibrated(ratio.calibrate, before, *norms, *arguments)
 
         squares = (matrices.sums(jnp.square, tree) for tree in (params, updates))
@@ -258,10 +258,10 @@ def _calibrated(
     first_weight = jnp.where(begins, weight, first_weight)
     if calibrate:
         # No division by zero: jax_debug_nans also sees what a where discards.
-        found = first_weight / (jnp.where(is_direction, direction, 1) + eps)
-        entering &= jnp.isfinite(found)
+        candidate = first_weight / (jnp.where(is_direction, direction, 1) + eps)
+        entering &= jnp.isfinite(candidate)
         known = jnp.where(count == 0, 0, c)  # Without calibration before, c was 1.
-        smallest = jnp.where(count == 0, found, jnp.minimum(known, found))
+        smallest = jnp.where(count == 0, candidate, jnp.minimum(known, candidate))
         c = jnp.where(entering, smallest, known)
         count += entering.astype(count.dtype)
     else:

@@ -56,11 +56,11 @@ def unbox(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> PyTree:
 
 
 def trained(params: PyTree, optimizer: Any = None) -> PyTree:
-    """What is trained of a model of Flax NNX or Equinox; other trees as they are.
+    """The trained part of a model of Flax NNX or Equinox; other trees as they are.
 
-    Of NNX, what the ``flax.nnx.Optimizer`` was told, and for any other the model with
-    masks for all but its parameters, and for these where they are met again; of Equinox,
-    the arrays of floats, with None for all else.
+    For NNX: the variables that the ``flax.nnx.Optimizer`` trains. Without such an
+    optimizer: all ``nnx.Param``, with masks for other and for repeated variables. For
+    Equinox: the arrays of floats, with None for everything else.
     """
     if isinstance(params, _type("flax.nnx", "Pytree")):
         nnx = sys.modules["flax.nnx"]
@@ -112,8 +112,10 @@ def box_like(
         return array
 
     def of_axes(names: Iterable[Any]) -> tuple[Any, ...]:
-        given = tuple(names)
-        return tuple(pick(given + (None,) * (unbox(node).ndim - len(given))))
+        names_of_axes = tuple(names)
+        return tuple(
+            pick(names_of_axes + (None,) * (unbox(node).ndim - len(names_of_axes)))
+        )
 
     def in_its_form(names: Any) -> Any:
         if isinstance(names, NamedSharding):

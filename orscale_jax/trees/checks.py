@@ -63,23 +63,25 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
 
     def check(path: Any, param: Any, update: Any) -> None:
         _require_shape("gradient", path, update, param)
-        own, dtype = (
+        param_dtype, dtype = (
             getattr(x, "dtype", None) or jnp.result_type(x) for x in (param, update)
         )
         unfit = dtype == jax.dtypes.float0
-        unfit |= not jnp.issubdtype(own, jnp.inexact)  # Such as a generator's key.
-        if jnp.issubdtype(own, jnp.floating):
+        # Such as a generator's key.
+        unfit |= not jnp.issubdtype(param_dtype, jnp.inexact)
+        if jnp.issubdtype(param_dtype, jnp.floating):
             real = jnp.issubdtype(dtype, jnp.floating)
             try:
-                unfit |= not real or jnp.finfo(jnp.promote_types(dtype, own)).bits < 16
+                both = jnp.promote_types(dtype, param_dtype)
+                unfit |= not real or jnp.finfo(both).bits < 16
             except ValueError:  # JAX has no dtype for both, such as for 8 bits and 16.
                 unfit = True
         if unfit:
             raise ValueError(
                 f"the gradient of parameter {quoted(path)} has dtype {dtype}, but the "
-                f"parameter has dtype {own}: pass a real gradient, of a dtype that JAX "
-                "promotes to the parameter's, and floating-point parameters of at least "
-                "16 bits. Give others optax.set_to_zero(), by optax.partition."
+                f"parameter has dtype {param_dtype}: pass a real gradient, of a dtype "
+                "that JAX promotes to the parameter's, and floating-point parameters of "
+                "at least 16 bits. Give others optax.set_to_zero(), by optax.partition."
             )
 
     structures: list[Any] = [jax.tree.structure(tree) for tree in (params, updates)]
@@ -105,7 +107,7 @@ def require_shapes(updates: PyTree, params: PyTree | None) -> None:
 
 
 def where_gradients_are(updates: PyTree, params: PyTree) -> PyTree:
-    """The parameters without those that have no gradients or masks, which may be any."""
+    """Drop the parameters whose gradient is None or a mask."""
     if updates is None:  # Of a function without a return: require_fitting refuses it.
         return params
     try:
@@ -132,8 +134,8 @@ def require_state(state: PyTree, wanted: PyTree, params: PyTree) -> None:
     types = [[*map(array_type, leaves)] for leaves in (arrays, jax.tree.leaves(wanted))]
     if types[0] == types[1]:
         return
-    for found, entry in zip(arrays, state_arrays(wanted, params), strict=True):
-        if array_type(found) == array_type(entry.array):
+    for array, entry in zip(arrays, state_arrays(wanted, params), strict=True):
+        if array_type(array) == array_type(entry.array):
             continue
         of = where = ""
         if entry.owner is not None:
@@ -141,7 +143,7 @@ def require_state(state: PyTree, wanted: PyTree, params: PyTree) -> None:
             where = f" for a shape of {np.shape(by_name(params)[entry.owner])}"
         raise ValueError(
             f"the state does not fit the parameters: {entry.field}{of} has shape "
-            f"{np.shape(found)} and dtype {jnp.result_type(found)} instead of "
+            f"{np.shape(array)} and dtype {jnp.result_type(array)} instead of "
             f"{np.shape(entry.array)} and {jnp.result_type(entry.array)}{where}. Pass "
             "the state of these parameters and dimension numbers, or start over with "
             "optimizer.init(params)."
@@ -185,10 +187,10 @@ def state_arrays(
             ]
         if _is_leaf(node):
             return [StateArray(place, None, node)]
-        found: list[StateArray] = []
+        arrays_below: list[StateArray] = []
         for key, child in children(node).items():
-            found += below(child, node, (*place, key))
-        if like and all(entry.owner is None for entry in found):
+            arrays_below += below(child, node, (*place, key))
+        if like and all(entry.owner is None for entry in arrays_below):
             # Several arrays for each, as optax.sm3 has, in nodes of one type.
             kinds = {type(part) for part in like.values()}
             if len(kinds) == 1 and not any(hasattr(kind, "_fields") for kind in kinds):
@@ -197,7 +199,7 @@ def state_arrays(
                     for owner, part in like.items()
                     for path, array in by_name(part).items()
                 ]
-        return found
+        return arrays_below
 
     return below(state, None, ())
 
@@ -211,13 +213,13 @@ def _like(params: PyTree, node: Any, path: Path = ()) -> dict[Path, Any] | None:
         return {path: node} if jax.tree.leaves(params) else {}
     if type(node) is not type(params) or theirs.keys() != inside.keys():
         return None
-    found: dict[Path, Any] = {}
+    parts: dict[Path, Any] = {}
     for key, param in inside.items():
         part = _like(param, theirs[key], (*path, key))
         if part is None:
             return None
-        found |= part
-    return found
+        parts |= part
+    return parts
 
 
 def _is_leaf(node: Any) -> bool:

@@ -46,16 +46,16 @@ def merged(
             )
             for (text, key, _), parts in alike.items()
         ]
-    found = []
+    merged_names = []
     for text, _, numbers, members in sorted(groups, key=lambda group: group[3]):
         places = (
-            "*" if 1 < len(own) == len(every) else _ranges(own)
-            for own, every in zip(numbers, known[text], strict=True)
+            "*" if 1 < len(numbers_of_name) == len(every) else _ranges(numbers_of_name)
+            for numbers_of_name, every in zip(numbers, known[text], strict=True)
         )
         pairs = itertools.zip_longest(text, places, fillvalue="")
         count = f" × {len(members):,}" if len(members) > 1 else ""
-        found.append(("".join(itertools.chain(*pairs)) + count, members))
-    return found
+        merged_names.append(("".join(itertools.chain(*pairs)) + count, members))
+    return merged_names
 
 
 def _union(numbers: Iterable[_Numbers]) -> _Numbers:

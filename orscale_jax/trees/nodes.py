@@ -26,16 +26,16 @@ class TraceLog(Generic[Value]):
 
     def note(self, value: Value) -> None:
         """Add a value to the innermost watch that is open in this context, if any."""
-        if (found := self._found.get()) is not None:
-            found.append(value)
+        if (notes := self._found.get()) is not None:
+            notes.append(value)
 
     @contextlib.contextmanager
     def open(self) -> Iterator[list[Value]]:
         """Collect what is noted inside."""
-        found: list[Value] = []
-        token = self._found.set(found)
+        notes: list[Value] = []
+        token = self._found.set(notes)
         try:
-            yield found
+            yield notes
         finally:
             self._found.reset(token)
 
@@ -47,12 +47,12 @@ def children(node: Any) -> dict[str, Any]:
 
 
 def is_function(
-    given: Any, is_leaf: Callable[[Any], bool]
+    value: Any, is_leaf: Callable[[Any], bool]
 ) -> TypeGuard[Callable[[PyTree], PyTree]]:
     """Whether ``given`` makes a tree of such leaves; a callable module may be one."""
-    if not callable(given):  # Nor can JAX flatten a mapping whose keys are patterns.
+    if not callable(value):  # Nor can JAX flatten a mapping whose keys are patterns.
         return False
-    leaves = jax.tree.leaves(given, is_leaf=is_leaf)
+    leaves = jax.tree.leaves(value, is_leaf=is_leaf)
     return not (leaves and all(map(is_leaf, leaves)))
 
 
@@ -67,15 +67,15 @@ def leaves_and_masks(tree: PyTree) -> list[tuple[Any, Any]]:
 
 
 def mask_like(
-    given: PyTree, tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+    other: PyTree, tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> PyTree:
     """Put masked nodes where another tree has them: what is given below is ignored."""
     masked = {path for path, x in by_name(tree, is_masked).items() if is_masked(x)}
     if not masked:
-        return given
+        return other
     return jax.tree.map_with_path(
         lambda path, node: optax.MaskedNode() if names_on(path) in masked else node,
-        given,
+        other,
         is_leaf=lambda path, node: (
             names_on(path) in masked or bool(is_leaf and is_leaf(node))
         ),
@@ -84,19 +84,19 @@ def mask_like(
 
 
 def broadcast_prefix(
-    given: PyTree,
+    prefix: PyTree,
     tree: PyTree,
     misfit: str,
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> PyTree:
     """What is given for a tree, or for a prefix of it, for each leaf of the tree."""
     structure: Any
-    given, structure = jax.tree.flatten(mask_like(given, tree, is_leaf), is_leaf)
+    prefix, structure = jax.tree.flatten(mask_like(prefix, tree, is_leaf), is_leaf)
     try:  # Of numbers, at any mismatch: JAX's error would blame a leaf that is None.
-        places = jax.tree.broadcast(structure.unflatten(range(len(given))), tree)
+        places = jax.tree.broadcast(structure.unflatten(range(len(prefix))), tree)
     except ValueError as error:
         raise ValueError(f"{misfit}: {error}") from error
-    return jax.tree.map(given.__getitem__, places)
+    return jax.tree.map(prefix.__getitem__, places)
 
 
 def nodes_of(tree: PyTree, *types: type) -> list[Any]:

@@ -176,6 +176,56 @@ OPTIMIZERS = {
 }
 
 
+def test_why_a_parameter_has_its_rule():
+    ones = {
+        "up": (4, 8),
+        "b": (8,),
+        "embed": (9, 4),
+        "readout": (4, 9),
+        "conv": (3, 3, 4),
+    }
+    params = {name: jnp.ones(shape) for name, shape in ones.items()}
+    numbers = dict.fromkeys(params) | {"up": Dims(0, 1), "conv": Dims((0, 1), 2)}
+    description = describe(params, muon(1e-3, weight_dimension_numbers=numbers))
+    assert {row.path: row.why for row in description.rows} == {
+        "up": "shape", "b": "shape", "embed": "name", "readout": "dimension numbers",
+        "conv": "dimension numbers",
+    }  # fmt: skip
+    shown = [line for line in str(description).splitlines() if "(dimension" in line]
+    assert [line.split()[0] for line in shown] == ["readout"]
+    numbers["embed"] = Dims(0, 1)
+    described = describe(params, muon(1e-3, weight_dimension_numbers=numbers))
+    assert described.select("embed").rows[0].why == "dimension numbers"
+    theirs = describe(params, optax.adam(1e-3))
+    assert {row.why for row in theirs.rows} == {""}
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
+def test_a_refused_dtype_is_not_a_wrong_shape(dtype):
+    """Though the dimension numbers name axes, which a stand-in has to have."""
+    params = {"w": jnp.ones((4, 8), dtype), "experts": jnp.ones((2, 4, 8))}
+    numbers = {"w": Dims(0, 1), "experts": Dims(1, 2)}
+    description = describe(params, muon(1e-3, weight_dimension_numbers=numbers))
+    experts, refused = description.rows
+    assert (refused.rule, refused.check) == ("refused", (dtype.dtype.name,))
+    assert (refused.matrices, refused.state_bytes, experts.matrices) == (0, None, 2)
+    [message] = description.refusals
+    remedy = {"int32": "keep it out", "complex64": "Put None for it"}[dtype.dtype.name]
+    assert "'w' of shape (4, 8)" in message and remedy in message
+    if dtype == jnp.complex64:  # The remedy.
+        described = describe(
+            params, muon(1e-3, weight_dimension_numbers=numbers | {"w": None})
+        )
+        assert [row.rule for row in described.rows] == ["matrix", "adamw"]
+
+
+def test_dimension_numbers_in_place_of_the_optimizer():
+    with pytest.raises(
+        ValueError, match=r"optimizer is of type dict: .*muon\(rate, weight_"
+    ):
+        describe({"w": jnp.ones((4, 8))}, {"w": Dims(0, 1)})
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_the_optimizer_refuses_is_marked(name):
     """The table says so with the optimizer's own words, which it keeps for update."""

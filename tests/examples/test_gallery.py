@@ -14,6 +14,7 @@ from examples.gallery import (
     accumulation,
     cifar,
     equinox_gpt,
+    explicit_fsdp,
     from_pytorch,
     haiku_lm,
     linen_train_state,
@@ -22,6 +23,7 @@ from examples.gallery import (
     mixture_of_experts,
     sharded_gpt,
     two_momenta,
+    vit,
 )
 from orscale_jax import describe, orscale
 from orscale_jax.flax import nnx_dimension_numbers
@@ -58,6 +60,27 @@ def test_linen_train_state():
     rows = {row.path: row for row in describe(state.params, optimizer).rows}
     assert rows["0_qkv.kernel"].matrices == 3 and rows["0_up.kernel"].matrices == 1
     assert rows["token_embed.embedding"].rule == "adamw"  # The tied head, too.
+
+
+@pytest.mark.extended
+def test_explicit_fsdp():
+    losses, on_four, params = explicit_fsdp.main(8)
+    assert losses[-1] < losses[0]
+    np.testing.assert_allclose(on_four, losses[4:], rtol=1e-4)
+    for array in params.values():
+        assert jax.typeof(array).sharding.spec == jax.P("fsdp", None)
+        assert len(array.devices()) == 4
+
+
+@pytest.mark.extended
+def test_vit():
+    losses, _, state = vit.main(steps=8, width=16, layers=1)
+    assert losses[-1] < losses[0]
+    rows = {row.path: row for row in describe(state.params, state.tx).rows}
+    patch, token = rows["patch.kernel"], rows["cls_token"]
+    assert (patch.rule, patch.matrices, patch.m, patch.n) == ("matrix", 1, 8 * 8 * 3, 16)
+    assert token.rule == rows["pos_embed"].rule == "adamw"
+    assert rows["readout.kernel"].rule == "adamw"  # No name says so: a trace does.
 
 
 @pytest.mark.extended

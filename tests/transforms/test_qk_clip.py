@@ -475,7 +475,7 @@ SHAPES = {
         ("", "k", "'' is the name of 0 parameters"),
         ((), "k", r"query=\(\) .* path"),
         ("q", 3, "key of the attention=3 .* path"),
-        ("q", "bias", r"'bias' of shape \(4,\).* it has 1 axes, so pass another axis"),
+        ("q", "bias", r"'bias' of shape \(4,\).* it has 1 axis, so pass another axis"),
         ("q", "ints", "'ints' .* int32: only real floats"),
         ("q", "three", r"'q' .* = \(2, 4\), but .* first key \(2, 3\)"),
         (("q", "three"), "k", r"'three' .* = \(2, 3\), but .* first query has \(2, 4\)"),

@@ -37,8 +37,9 @@ from examples.benchmarks.gpu_session.speed import shares
 from examples.benchmarks.timing import Quartiles, repeated, seconds_of
 from examples.pretrain.data import NOT_LIBRARY, SEPARATOR, VALIDATION_SHARE
 from examples.pretrain.loss import cross_entropy
-from examples.pretrain.models.dense import Dense, DenseConfig, weight_dimension_numbers
+from examples.pretrain.models.dense import Dense, DenseConfig
 from orscale_jax import muon, orscale
+from orscale_jax.flax import nnx_dimension_numbers
 
 STEP, ALONE, LOSS = "time of a training step", "the gradient alone", "validation loss"
 OPTIMIZERS = ("orscale", "muon", "optax.adamw", "optax.contrib.muon", "normuon")
@@ -104,7 +105,7 @@ def decoder(sizes: Sizes, seed: int = 0) -> tuple[Any, Any, Function, Function]:
 
         return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), tokens)[0]
 
-    return params, weight_dimension_numbers(model)(params), loss, gradient
+    return params, nnx_dimension_numbers(model)(params), loss, gradient
 
 
 @functools.cache

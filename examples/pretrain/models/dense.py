@@ -1,8 +1,6 @@
-"""The paper's dense decoder: RMSNorm, rotary positions, ReLU² or SwiGLU, no biases."""
+"""The paper's dense decoder: RMSNorm, rotary positions, ReLU², no biases."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,6 @@ from examples.pretrain.models.layers import (
     Block,
     LayerConfig,
     Relu2Mlp,
-    SwigluMlp,
     embedding,
     linear,
     look_up,
@@ -23,10 +20,6 @@ from examples.pretrain.models.layers import (
     stack,
 )
 from examples.pretrain.models.sharding import constrain
-from orscale_jax import BlockDimensionNumbers
-from orscale_jax.flax import nnx_dimension_numbers
-
-MLPS = {"relu2": Relu2Mlp, "swiglu": SwigluMlp}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,17 +34,11 @@ class DenseConfig(LayerConfig):
     layers: int
     # Heads of attention, which share the width.
     heads: int
-    # Nonlinearity of the MLP.
-    mlp: Literal["relu2", "swiglu"] = "relu2"
-    # The output head is the transposed table of embeddings.
-    tied: bool = True
     # Query, key and value in one matrix (width, 3·width), as in the paper, or in three.
     fused_qkv: bool = True
 
     def __post_init__(self) -> None:
         self.check_sizes("vocab_size", "width", "layers", "heads")
-        if self.mlp not in MLPS:
-            raise ValueError(f"mlp={self.mlp!r}: choose one of {', '.join(MLPS)}")
         if self.width % (2 * self.heads):
             raise ValueError(
                 f"width={self.width} with heads={self.heads}: the width has to be an "
@@ -62,11 +49,6 @@ class DenseConfig(LayerConfig):
     def attention_features(self) -> tuple[int, int]:
         """Of a head's queries and keys, and of its values."""
         return self.width // self.heads, self.width // self.heads
-
-    @property
-    def hidden(self) -> int:
-        """The width of the MLP: 4·width, or 8/3·width in whole multiples of 256."""
-        return 4 * self.width if self.mlp == "relu2" else -(-8 * self.width // 768) * 256
 
 
 # The paper gives the names of its models. The sizes are those of its public code, from
@@ -80,22 +62,21 @@ PRESETS = {
 
 
 class Dense(nnx.Module):
-    """A causal language model: tokens to logits of the token that follows each."""
+    """A causal language model: tokens to logits of the token that follows each.
+
+    The head is the transposed table of embeddings.
+    """
 
     def __init__(self, config: DenseConfig, rngs: nnx.Rngs):
         self.config = config
         self.embed = embedding(config.vocab_size, config.width, config, rngs)
-        mlp = MLPS[config.mlp]
         self.blocks = stack(
-            lambda rngs: Block(Attention, mlp, config.hidden, config, rngs),
+            lambda rngs: Block(Attention, Relu2Mlp, 4 * config.width, config, rngs),
             config.layers,
             config.scan,
             rngs,
         )
         self.final_norm = rms_norm(config.width, config, rngs)
-        if not config.tied:
-            names = ("embed", "vocab")
-            self.head = linear(config.width, config.vocab_size, names, config, rngs)
 
     def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
         return self.logits(self.hidden(tokens_BxT))
@@ -108,13 +89,12 @@ class Dense(nnx.Module):
 
     def logits(self, x_BxTxD: jax.Array) -> jax.Array:
         """The logits of some of the `hidden` states."""
-        head = self.embed.attend if self.config.tied else self.head
-        return constrain(head(x_BxTxD), "batch", "length", "vocab")
+        return constrain(self.embed.attend(x_BxTxD), "batch", "length", "vocab")
 
     @property
     def head_DxV(self) -> jax.Array:
         """The matrix of the head, for a loss in parts of the vocabulary."""
-        return self.embed.embedding[...].T if self.config.tied else self.head.kernel[...]
+        return self.embed.embedding[...].T
 
 
 class Attention(nnx.Module):
@@ -147,18 +127,3 @@ class Attention(nnx.Module):
         )
         mixed_BxTxNxH = causal_attention([q_BxTxNxH], [k_BxTxNxH], v_BxTxNxH)
         return self.out(mixed_BxTxNxH.reshape(B, T, D))
-
-
-def weight_dimension_numbers(
-    model: Dense, qkv: Literal["matrix", "blocks"] = "matrix", per_head: bool = False
-) -> Callable[[Any], Any]:
-    """For `orscale`: a fused qkv is a matrix or three blocks; or each head is one."""
-    if qkv not in ("matrix", "blocks"):
-        raise ValueError(f"qkv={qkv!r}: choose 'matrix' or 'blocks'")
-    blocks = BlockDimensionNumbers(-2, -1, block_axis=-1, blocks=3)
-    split = qkv == "blocks" and model.config.fused_qkv
-    return nnx_dimension_numbers(
-        model,
-        overrides={r"\.qkv\.": blocks} if split else None,
-        head_size=per_head and model.config.width // model.config.heads,
-    )

@@ -325,29 +325,18 @@ def balanced(
 
 
 def weight_dimension_numbers(
-    model: Moonlight,
-    router: Literal["matrix", "adamw"] = "matrix",
-    per_head: bool = False,
+    model: Moonlight, router: Literal["matrix", "adamw"] = "matrix"
 ) -> Callable[[Any], Any]:
-    """For `orscale` and its relatives: every expert is a matrix, and so is a router.
-
-    With `per_head`, so is each head of attention: its key and its value together.
-    """
+    """For `orscale` and its relatives: every expert is a matrix, and so is a router."""
     if router not in ("matrix", "adamw"):
         raise ValueError(f"router={router!r}: choose one of matrix, adamw")
     config = model.config
     E, D, F = config.experts, config.width, config.expert_hidden
     inward, outward = Weight((E, D, F), 1, 2), Weight((E, F, D), 1, 2)
-    sizes = {
-        r"\bquery\b": config.nope_dim + config.rope_dim,
-        r"\bkv_up\b": config.nope_dim + config.value_dim,
-        r"\bout\b": config.value_dim,
-    }
     return nnx_dimension_numbers(
         model,
         rules={Experts: lambda _: {"gate": inward, "up": inward, "down": outward}},
         overrides={r"\brouter\b": "adamw"} if router == "adamw" else {},
-        head_size=per_head and sizes,
     )
 
 

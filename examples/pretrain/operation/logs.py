@@ -13,13 +13,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from examples.pretrain.config import Config
 from examples.pretrain.errors import RunError
@@ -38,11 +31,8 @@ SECONDS_BETWEEN_LINES = 15.0
 OF_MOMENTUM = ("momentum_stable_rank", "polar_error")
 
 
-class Logs(contextlib.ExitStack):
-    """Writes down and shows what each interval tells; a context manager.
-
-    On a terminal there is a progress bar, elsewhere a line now and then.
-    """
+class Logs:
+    """Writes down what each interval tells, and shows a line of it now and then."""
 
     def __init__(
         self,
@@ -52,27 +42,12 @@ class Logs(contextlib.ExitStack):
         config: Config,
         console: Console,
     ):
-        super().__init__()
         self._setup, self._config, self._console = setup, config, console
         self._warned: set[str] = set()
         optimizer = OPTIMIZERS[setup.recipe.optimizer]
         self._readouts = Readouts(folder, setup, start) if optimizer.readable else None
         self._recorder = Recorder(folder, setup, start) if is_first() else None
         self._label, self._start = optimizer.label, start
-        bar = Progress(
-            TextColumn("{task.description:<14}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[reading]:<40}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        steps = setup.recipe.num_steps
-        self._bar = self.enter_context(bar)
-        self._shown = bar.add_task(
-            optimizer.label, total=steps, completed=start, reading="compiling"
-        )
         self._began = self._said = time.monotonic()
 
     def write(self, interval: Interval, validation: Mapping[str, float]) -> None:
@@ -93,17 +68,14 @@ class Logs(contextlib.ExitStack):
                     self._console.print(f"Step {step}: {problem}", highlight=False)
         examples = self._setup.recipe.batch_size * len(interval.metrics)
         _, speed = throughput(self._setup.task, examples, interval.seconds)
-        self._recorder.record(interval, validation, with_loads=due)
-        steps, now = self._setup.recipe.num_steps, time.monotonic()
-        shown = f"loss {interval.loss:.3f}  {speed}"
-        self._bar.update(self._shown, completed=step, reading=shown)
-        late = now - self._said > SECONDS_BETWEEN_LINES or step == steps
-        if late and not self._console.is_terminal:
+        self._recorder.record(interval, validation)
+        steps, now = self._setup.recipe.steps, time.monotonic()
+        if now - self._said > SECONDS_BETWEEN_LINES or step == steps:
             self._said = now
             left = (now - self._began) / (step - self._start) * (steps - step)
             self._console.print(
-                f"{self._label:<14} step {step}/{steps}  {shown}  "
-                f"{datetime.timedelta(seconds=round(left))} left",
+                f"{self._label:<14} step {step}/{steps}  loss {interval.loss:.3f}  "
+                f"{speed}  {datetime.timedelta(seconds=round(left))} left",
                 highlight=False,
             )
 
@@ -117,7 +89,7 @@ class Recorder:
 
     def __init__(self, folder: pathlib.Path, setup: Setup, start: int):
         self._recipe, self._task = setup.recipe, setup.task
-        steps = np.arange(setup.recipe.num_steps)
+        steps = np.arange(setup.recipe.steps)
         self._rates = jax.device_get(jax.jit(jax.vmap(setup.schedule))(steps))
         accuracy = ["val_accuracy"] if setup.task.item == "images" else []
         columns = ["optimizer", "step", setup.task.item, "train_loss", "val_loss"]
@@ -126,19 +98,10 @@ class Recorder:
             self._metrics = StepFile(folder / "metrics.csv", columns)
             self._metrics.rewind(start)
             rows = read_csv(self._metrics.path)
-            if setup.task.has_experts:
-                of_loads = ("step", "layer", "expert", "share")
-                self._loads = StepFile(folder / "expert_loads.csv", of_loads)
-                self._loads.rewind(start)
         self._seconds = float(rows[-1]["seconds"]) if rows else 0.0
 
-    def record(
-        self, interval: Interval, validation: Mapping[str, float], with_loads: bool
-    ) -> None:
-        """Writes an interval down; the validation belongs to its last step.
-
-        With `with_loads` also the experts' shares in the last step, if the model has any.
-        """
+    def record(self, interval: Interval, validation: Mapping[str, float]) -> None:
+        """Writes an interval down; the validation belongs to its last step."""
         items_per_step = self._recipe.batch_size * self._task.items_per_example
         rows: list[dict[str, str]] = []
         for step, metrics in enumerate(interval.metrics, start=interval.first_step):
@@ -159,11 +122,6 @@ class Recorder:
         self._metrics.append(
             [row.get(name, "") for name in self._metrics.columns] for row in rows
         )
-        if with_loads and self._task.has_experts:
-            self._loads.append(
-                (str(interval.step), str(layer), str(expert), f"{share:.6f}")
-                for (layer, expert), share in np.ndenumerate(metrics["expert_load"])
-            )
 
 
 class Readouts:

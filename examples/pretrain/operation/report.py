@@ -5,10 +5,10 @@ import io
 import json
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
+from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
-from matplotlib.lines import Line2D
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +29,7 @@ COLUMNS = (
     ("accuracy", "val_accuracy", ".2%"),
     ("s/step", "seconds_per_step", ".3f"),
 )
-SMOOTHING = 0.9  # Of the training loss: the weight of the past at each step.
+BASELINE = "adamw"
 MARKERS = {"adamw": "s", "muon_moonlight": "o", "orscale": "^"}
 
 Row = Mapping[str, str]
@@ -45,18 +45,21 @@ def write(folder: pathlib.Path, console: Console) -> None:
     every_row = [row for rows in metrics.values() for row in rows]
     _write_csv(folder / "metrics.csv", list(every_row[0]), every_row)
     _write_csv(folder / "summary.csv", SUMMARY, summary)
-    train = {name: curve(rows, "train_loss") for name, rows in metrics.items()}
-    val = {name: curve(rows, "val_loss") for name, rows in metrics.items()}
-    draw_losses(folder / "losses.png", train, val, facts["unit"], run_line(folder))
-    same = "weights" if facts["rates"] == "advised" else "learning rate, weights"
-    table = Table(title=f"Same {same} and batches; validation loss")
+    curves = {name: validation_curve(rows) for name, rows in metrics.items()}
+    draw_losses(folder / "losses.png", curves, facts["unit"], run_line(folder))
+    console.print(plotted(curves), highlight=False, markup=False)
+    table = Table(title="Same initial weights and batches; final validation loss")
     shown = [c for c in COLUMNS if any(row.get(c[1]) for row in summary)]
+    reached = {name: reaching(name, curves) for name in finished}
     table.add_column("optimizer", no_wrap=True)
     for title in (f"nats/{facts['unit']}", *(title for title, _, _ in shown)):
         table.add_column(title, justify="right")
+    if any(reached.values()):
+        table.add_column("reaches AdamW's loss after", justify="right")
     for row in summary:
         cells = [f"{float(row[k]):{form}}" if row.get(k) else "" for _, k, form in shown]
-        table.add_row(row["label"], f"{float(row['val_loss']):.4f}", *cells)
+        loss = f"{float(row['val_loss']):.4f}"
+        table.add_row(row["label"], loss, *cells, reached[row["optimizer"]])
     console.print(table)
     console.print(f"Figures and CSV files are in {folder}", highlight=False)
     for name in finished:
@@ -67,11 +70,58 @@ def write(folder: pathlib.Path, console: Console) -> None:
             console.print(f"What {OPTIMIZERS[name].label} did: {page}", highlight=False)
 
 
-def curve(rows: Sequence[Row], column: str) -> Curve:
-    """Steps and values of a column, where it has any."""
-    points = [(int(row["step"]), float(row[column])) for row in rows if row[column]]
-    steps, values = zip(*points, strict=True)
-    return np.array(steps), np.array(values)
+def validation_curve(rows: Sequence[Row]) -> Curve:
+    """Steps and losses of the validations."""
+    points = [
+        (int(row["step"]), float(row["val_loss"])) for row in rows if row["val_loss"]
+    ]
+    steps, losses = zip(*points, strict=True)
+    return np.array(steps), np.array(losses)
+
+
+def step_of_reaching(curve: Curve, loss: float) -> float | None:
+    """Where a curve first comes down to a loss, by linear interpolation."""
+    steps, losses = curve
+    reached = np.flatnonzero(losses <= loss)
+    if not reached.size:
+        return None
+    around = slice(max(reached[0] - 1, 0), reached[0] + 1)
+    return float(np.interp(-loss, -losses[around], steps[around]))
+
+
+def reaching(name: str, curves: Mapping[str, Curve]) -> str:
+    """In words, when an optimizer reaches AdamW's final loss; nothing for AdamW."""
+    if BASELINE not in curves or name == BASELINE:
+        return ""
+    steps, losses = curves[BASELINE]
+    step = step_of_reaching(curves[name], losses[-1])
+    return "not reached" if step is None else f"{step:.0f} steps ({step / steps[-1]:.0%})"
+
+
+def plotted(curves: Mapping[str, Curve], width: int = 60, height: int = 12) -> str:
+    """The curves in lines of text, each of a letter; later ones cover earlier ones."""
+    steps = np.concatenate([curve[0] for curve in curves.values()])
+    losses = np.concatenate([curve[1] for curve in curves.values()])
+    low, high = np.nanmin(losses), np.nanmax(losses)
+    columns = np.linspace(steps.min(), steps.max(), width)
+    cells, names = np.full((height, width), " "), list[str]()
+    for letter, (name, curve) in zip(ascii_uppercase, curves.items(), strict=False):
+        height_of = (high - np.interp(columns, *curve)) / max(high - low, 1e-9)
+        for column, place in enumerate(height_of):
+            if np.isfinite(place):
+                cells[round(place * (height - 1)), column] = letter
+        names.append(f"{letter} {OPTIMIZERS[name].label}")
+    edges = {0: f"{high:.2f}", height - 1: f"{low:.2f}"}
+    lines = [f"{edges.get(n, ''):>6} |{''.join(row)}" for n, row in enumerate(cells)]
+    first, last = f"step {steps.min()}", str(steps.max())
+    return "\n".join(
+        [
+            f"Validation loss: {', '.join(names)}",
+            *lines,
+            f"{'':7}+{'-' * width}",
+            f"{'':8}{first} {last.rjust(width - len(first) - 1)}",
+        ]
+    )
 
 
 def run_line(folder: pathlib.Path) -> str:
@@ -117,45 +167,19 @@ def _write_csv(
 
 @style.styled
 def draw_losses(
-    path: pathlib.Path,
-    train: Mapping[str, Curve],
-    val: Mapping[str, Curve],
-    unit: str,
-    run: str,
+    path: pathlib.Path, curves: Mapping[str, Curve], unit: str, run: str
 ) -> None:
-    """Loss curves by optimizer: the whole run, and its second half closer up."""
-    figure, [[whole, late]] = style.new_figure(3.7, 1, 2)
-    whole.set_ylabel(f"cross-entropy (nats per {unit})")
-    for axes in (whole, late):
-        axes.grid(axis="y")
-        axes.set_xlabel("step")
-    for name, curve in val.items():
-        steps, losses = train[name]
-        # An exponential moving average, corrected for its start.
-        shares = (1 - SMOOTHING) * SMOOTHING ** np.arange(len(losses))
-        means = np.convolve(losses, shares)[: len(losses)] / np.cumsum(shares)
-        whole.plot(steps, means, color=look(name)["color"], lw=1, alpha=0.45)
-        for axes in (whole, late):
-            axes.plot(*curve, **look(name))
-    whole.plot([], [], color=INK, lw=1.8, label="validation")
-    whole.plot([], [], color=INK, lw=1, alpha=0.45, label="training, smoothed")
-    whole.legend()
-    whole.set_title("Whole run")
-    late.set_title("Second half, validation")
-    last = max(steps[-1] for steps, _ in val.values())
-    shown = np.concatenate([values[steps >= last / 2] for steps, values in val.values()])
-    shown = shown[np.isfinite(shown)]
-    late.set_xlim(0.49 * last, 1.01 * last)  # Room for the first and last markers.
-    if shown.size:
-        margin = 0.05 * np.ptp(shown) + 1e-6
-        late.set_ylim(shown.min() - margin, shown.max() + margin)
-    # Names below the panels: at the ends of the lines, those of equal ones would overlap.
-    handles = [
-        Line2D([], [], label=f"{OPTIMIZERS[name].label}  {values[-1]:.4f}", **look(name))
-        for name, (_, values) in val.items()
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    style.set_title(
-        figure, "Training and validation loss; below, validation loss at the end", run
-    )
+    """The validation losses of all optimizers, and when they reach AdamW's last one."""
+    figure, [[axes]] = style.new_figure(3.7)
+    for name, (steps, losses) in curves.items():
+        told = reaching(name, curves)
+        told = f", AdamW's loss after {told}" if told else ""
+        label = f"{OPTIMIZERS[name].label} {losses[-1]:.4f}{told}"
+        axes.plot(steps, losses, label=label, **look(name))
+    if BASELINE in curves:
+        axes.axhline(curves[BASELINE][1][-1], color=INK, lw=1, ls=":")
+    axes.set(xlabel="step", ylabel=f"validation loss, nats per {unit}")
+    axes.grid(axis="y")
+    axes.legend()
+    style.set_title(figure, "Validation loss; the dotted line is AdamW's final loss", run)
     style.save(figure, path)

@@ -21,6 +21,7 @@ from examples.pretrain.operation.processes import (
 )
 from examples.pretrain.operation.rundir import claim, write_atomically
 from examples.pretrain.optimizers import find_optimizer, rates_and_decay
+from examples.pretrain.recipes import rates_in_words
 from examples.pretrain.sample import check_prompt, show_samples
 from examples.pretrain.setup import set_up
 from examples.pretrain.task import Data, Task
@@ -40,6 +41,8 @@ def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) ->
     evaluation_batch_size(len(data.validation), size, shards)
     for name in config.optimizer:
         set_up(task, config.recipe_of(name), mesh, config.mesh.zero1)
+    if len(config.optimizer) > 1:
+        console.print(rates_in_words(config), highlight=False, soft_wrap=True)
     console.print(data.description, highlight=False)
     with in_effect(mesh):
         if note := task.note():
@@ -89,7 +92,7 @@ def train_and_save(
         config.log_every,
         config.measure_every,
         config.checkpoint_every,
-        recipe.validation_every,
+        recipe.val_every,
     )
 
     def pause(step: int) -> bool:
@@ -102,21 +105,20 @@ def train_and_save(
         state, start = checkpoints.restore(setup) or (setup.initial_state(), 0)
         if start:
             console.print(
-                f"{label} resumes from its checkpoint of step {start} of "
-                f"{recipe.num_steps}.",
+                f"{label} resumes from its checkpoint of step {start} of {recipe.steps}.",
                 highlight=False,
             )
-        with Logs(folder, setup, start, config, console) as logs:
-            for interval in train(trainer, state, start, pause):
-                state, step, stopping = interval.state, interval.step, stop.noted
-                check_finite(interval, checkpoints.latest_step)
-                validating = _due(step, recipe.validation_every, recipe)
-                validation = trainer.evaluate(state) if validating else {}
-                logs.write(interval, validation)
-                if stopping or _due(step, config.checkpoint_every, recipe):
-                    checkpoints.save(step, state)
-                if stopping:
-                    stop.check(f"{label} stopped at step {step}")
+        logs = Logs(folder, setup, start, config, console)
+        for interval in train(trainer, state, start, pause):
+            state, step, stopping = interval.state, interval.step, stop.noted
+            check_finite(interval, checkpoints.latest_step)
+            validating = _due(step, recipe.val_every, recipe)
+            validation = trainer.evaluate(state) if validating else {}
+            logs.write(interval, validation)
+            if stopping or _due(step, config.checkpoint_every, recipe):
+                checkpoints.save(step, state)
+            if stopping:
+                stop.check(f"{label} stopped at step {step}")
     params = setup.abstract["params"]
     result: dict[str, Any] = {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
@@ -128,4 +130,4 @@ def train_and_save(
 
 
 def _due(step: int, every: int | None, recipe: Recipe) -> bool:
-    return step == recipe.num_steps or (every is not None and step % every == 0)
+    return step == recipe.steps or (every is not None and step % every == 0)

@@ -99,12 +99,6 @@ def saved_config(folder: pathlib.Path) -> Config:
     )
 
 
-def differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What two runs' facts disagree on."""
-    names = dict.fromkeys([*a, *b])
-    return {n: (a.get(n), b.get(n)) for n in names if a.get(n) != b.get(n)}
-
-
 def read_csv(path: pathlib.Path) -> list[dict[str, str]]:
     """The rows of a CSV file, up to its last line end."""
     with open(path, newline="") as file:
@@ -133,11 +127,14 @@ def _settle(path: pathlib.Path, config: Config, data: Data) -> None:
     before = read_facts(path.parent)
     # What this program does not know any more decides nothing, and so do hyperparameters
     # that none of the optimizers has.
-    known = {n for entry in OPTIMIZERS.values() for n in entry.hyperparameters}
-    taken = {n for o in config.optimizer for n in find_optimizer(o).hyperparameters}
+    known = {n for entry in OPTIMIZERS.values() for n in entry.options}
+    taken = {n for o in config.optimizer for n in find_optimizer(o).options}
     idle = {"optimizer", *(known - taken)}
-    different = differences({name: before.get(name) for name in facts}, facts)
-    different = {name: pair for name, pair in different.items() if name not in idle}
+    different = {
+        name: (before.get(name), now)
+        for name, now in facts.items()
+        if name not in idle and before.get(name) != now
+    }
     if different.keys() - FREE_OPTIONS:
         raise UsageError(
             f"{path.parent} holds a run of another configuration:\n"

@@ -70,11 +70,10 @@ def places(**names):
 
 
 DENSE_NAMES = places(
-    outside="""tok_emb embed.embedding  final_norm final_norm.scale
-        lm_head head.kernel""",
+    outside="tok_emb embed.embedding  final_norm final_norm.scale",
     blocks="""norm1 attention_norm.scale  norm2 mlp_norm.scale
         attn.qkv attention.qkv.kernel  attn.out_proj attention.out.kernel
-        mlp.gate mlp.gate.kernel  mlp.up mlp.up.kernel  mlp.down mlp.down.kernel""",
+        mlp.up mlp.up.kernel  mlp.down mlp.down.kernel""",
 )
 
 
@@ -86,8 +85,6 @@ def recorded_dense(name, scan, dtype, **changes):
         width=recording.config["model_dim"],
         layers=recording.config["num_layers"],
         heads=recording.config["num_heads"],
-        mlp={"relusqr": "relu2"}.get(recording.config["mlp_type"], "swiglu"),
-        tied=recording.config["tie_weights"],
         scan=scan,
         dtype=dtype,
         param_dtype=dtype,

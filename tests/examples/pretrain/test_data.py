@@ -88,21 +88,12 @@ def test_globs_folders_and_files_name_the_same_texts_once(tmp_path):
     assert read(tmp_path).fingerprint() == by_folder.fingerprint()
 
 
-def test_links_are_followed_and_name_nothing_twice(tmp_path):
+def test_links_name_nothing_twice(tmp_path):
     whole = read(documents(tmp_path))
-    (tmp_path / "a_link.txt").symlink_to(tmp_path / "3.txt")
     linked = tmp_path.with_name(f"{tmp_path.name}_linked")
-    linked.mkdir()
-    (linked / "texts").symlink_to(tmp_path)
-    (linked / "again").symlink_to(linked)
-    (tmp_path / "back").symlink_to(linked)
-    by_links = read(linked, tmp_path / ".." / tmp_path.name / "5.txt")
-    (tmp_path / "back").unlink()
-    (tmp_path / "a_link.txt").unlink()
-    assert read(tmp_path).fingerprint() == whole.fingerprint()
-    for corpus in (by_links, read(linked)):
-        sums = (c.train.tokens + c.val.tokens for c in (corpus, whole))
-        assert len(set(sums)) == 1
+    linked.symlink_to(tmp_path)
+    again = read(linked, tmp_path / ".." / tmp_path.name / "5.txt")
+    assert again.train.tokens + again.val.tokens == whole.train.tokens + whole.val.tokens
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UsageError, match=r"gone\.txt is no file that can be read"):
         read(tmp_path / "*.txt")
@@ -229,25 +220,12 @@ def large_token(path):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (
-            lambda path: path.write_bytes(TOKENS.tobytes() + b"x"),
-            "odd length.*write it again",
-        ),
-        (
-            lambda path: write_header_shard(path, version=2),
-            "version 2.*version 1.*convert",
-        ),
-        (of_uint32, "uint32 tokens.*convert it"),
-        (
-            lambda path: write_header_shard(path, count=401),
-            "401 tokens.*holds 400.*write it again",
-        ),
-        (
-            lambda path: write_header_shard(path, count=399),
-            "399 tokens.*holds 400.*write it again",
-        ),
-        (cut_off_header, "within its header.*write it again"),
-        (lambda path: write_header_shard(path, TOKENS[:0]), "no tokens.*write it again"),
+        (lambda path: path.write_bytes(TOKENS.tobytes() + b"x"), "801 bytes of .*again"),
+        (lambda path: write_header_shard(path, version=2), "2, 400.* has .* 1, 400.*con"),
+        (lambda path: write_header_shard(path, count=401), "401.* has .*400.*again"),
+        (of_uint32, r"20240801, 7, 200\].* uint16 .*convert it"),
+        (cut_off_header, r"has \[20240520, 1, 0\].*write it again"),
+        (lambda path: write_header_shard(path, TOKENS[:0]), "0 bytes of .*again"),
         (large_token, "token 50304.*ends at 50303.*--model.vocab-size 50305"),
         (lambda path: path.touch(), "empty.*write it again"),
     ],

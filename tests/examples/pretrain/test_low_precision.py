@@ -35,7 +35,7 @@ def test_300_steps_in_bfloat16_stay_finite(seed):
         step = compiled_step(setup, 1, batches[0])
         state, losses = setup.initial_state(), []
         largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(state["params"]))
-        for batch in batches.read_ahead(0, recipe.num_steps):
+        for batch in batches.read_ahead(0, recipe.steps):
             state, metrics = step(state, batch)
             losses.append(metrics["loss"])
     losses = np.asarray(jax.device_get(losses))

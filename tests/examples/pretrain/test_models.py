@@ -9,14 +9,15 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from examples.pretrain.meshes import MeshConfig, make_mesh, rules_of
 from examples.pretrain.models import dense, moonlight
 from examples.pretrain.models.layers import count_parameters, rotate
 from examples.pretrain.models.moonlight import MOONLIGHT_16B_A3B
-from examples.pretrain.models.sharding import create, shardings
-from orscale_jax import BlockDimensionNumbers, describe, diagnostics, orscale
+from examples.pretrain.models.sharding import shardings
+from orscale_jax import describe, diagnostics, orscale
+from orscale_jax.flax import nnx_dimension_numbers
 from tests.examples.pretrain import tiny
 from tests.examples.pretrain.recorded_models import (
     expert_layers,
@@ -56,9 +57,7 @@ def by_path(tree):
 @pytest.mark.quick_first_case
 @in_both_precisions
 @scanned_or_not
-@pytest.mark.parametrize(
-    "name", ["dense", "dense_swiglu_untied", "moe", "moe_six_experts"]
-)
+@pytest.mark.parametrize("name", ["dense", "moe", "moe_six_experts"])
 def test_a_model_is_the_recorded_one(name, scan, dtype):
     recording, mixture = recorded(name), name.startswith("moe")
     build = recorded_moonlight if mixture else recorded_dense
@@ -151,7 +150,6 @@ def test_parameters_of_moonlight_16b_a3b(scan):
 @pytest.mark.parametrize(
     "config, changes, message",
     [
-        (tiny.DENSE, {"mlp": "gelu"}, "mlp='gelu': choose one of relu2, swiglu"),
         (tiny.DENSE, {"heads": 3}, "width=64 with heads=3: the width has to be an even"),
         (tiny.MOONLIGHT, {"dense_layers": 3}, "dense_layers=3 of layers=3: at least one"),
         (tiny.MOONLIGHT, {"experts_per_token": 9}, "=9: choose between 1 and experts=8"),
@@ -167,10 +165,7 @@ def test_sizes_that_make_no_model(config, changes, message):
 
 MODELS = {
     "dense": (dense.Dense, tiny.DENSE),
-    "swiglu": (
-        dense.Dense,
-        dataclasses.replace(tiny.DENSE, mlp="swiglu", tied=False, fused_qkv=False),
-    ),
+    "apart": (dense.Dense, dataclasses.replace(tiny.DENSE, fused_qkv=False)),
     "moonlight": (moonlight.Moonlight, tiny.MOONLIGHT),
 }
 
@@ -274,26 +269,12 @@ def matrices(model, numbers):
 
 
 def test_matrices_of_dense_models():
-    model = abstract("dense")
-    mlp = {"mlp.up.kernel": (2, 64, 256), "mlp.down.kernel": (2, 256, 64)}
-    rest = mlp | {"attention.out.kernel": (2, 64, 64)}
-    numbers = dense.weight_dimension_numbers
-    assert matrices(model, numbers(model)) == rest | {
-        "attention.qkv.kernel": (2, 64, 192)
-    }
-    blocks = numbers(model, qkv="blocks")
-    assert matrices(model, blocks) == rest | {"attention.qkv.kernel": (6, 64, 64)}
-    found = by_path(blocks(parameters(model)))["blocks.attention.qkv.kernel"]
-    assert found == BlockDimensionNumbers(-2, -1, block_axis=-1, blocks=3)
-    assert matrices(model, numbers(model, per_head=True)) == mlp | {
-        "attention.qkv.kernel": (12, 64, 32),
-        "attention.out.kernel": (4, 32, 64),
-    }
-    apart = abstract("swiglu")
-    for qkv in ("matrix", "blocks"):
-        assert len(matrices(apart, numbers(apart, qkv=qkv))) == 7
-    with pytest.raises(ValueError, match="qkv='heads': choose 'matrix' or 'blocks'"):
-        numbers(model, qkv="heads")
+    rest = {"attention.out.kernel": (2, 64, 64)}
+    rest |= {"mlp.up.kernel": (2, 64, 256), "mlp.down.kernel": (2, 256, 64)}
+    model, apart = abstract("dense"), abstract("apart")
+    found = matrices(model, nnx_dimension_numbers(model))
+    assert found == rest | {"attention.qkv.kernel": (2, 64, 192)}
+    assert len(matrices(apart, nnx_dimension_numbers(apart))) == 6
 
 
 @pytest.mark.quick_first_case
@@ -337,92 +318,29 @@ def test_every_expert_of_every_layer_has_a_ratio_of_its_own():
     assert found == Dims(2, 3)
 
 
-# On meshes
+# On meshes: what a run there comes to is in test_meshes.py.
 
-RULES = (
-    *(("batch", ("data", "expert")), ("length", None), ("vocab", "tensor")),
-    *(("embed", "data"), ("mlp", "tensor"), ("heads", "tensor"), ("qkv", "tensor")),
-    *(("kv", None), ("norm", None), ("layers", None), ("router", None)),
-    *(("expert", "expert"), ("expert_embed", "data"), ("expert_mlp", "tensor")),
-)
-AXES = ("data", "tensor", "expert")
-
-
-def mesh_of(kind):
-    return jax.make_mesh((2, 2, 2), AXES, axis_types=(kind,) * 3)
+MESH = make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2))
 
 
 def test_names_of_axes_become_axes_of_the_mesh():
-    mesh = mesh_of(AxisType.Auto)
     state = nnx.state(abstract("moonlight"))
-    where = by_path(nnx.to_pure_dict(shardings(state, RULES, mesh)))
+    where = by_path(nnx.to_pure_dict(shardings(state, rules_of(MESH), MESH)))
     specs = {path: sharding.spec for path, sharding in where.items()}
     assert specs["routing_bias"] == jax.P(None, None)
-    assert specs["blocks.mixture.experts.up"] == jax.P(None, "expert", "data", "tensor")
-    assert specs["blocks.mixture.experts.down"] == jax.P(None, "expert", "tensor", "data")
-    assert specs["dense_blocks.0.mlp.down.kernel"] == jax.P("tensor", "data")
-    assert specs["embed.embedding"] == jax.P("tensor", "data")
+    assert specs["blocks.mixture.experts.up"] == jax.P(None, "expert", "fsdp", "tensor")
+    assert specs["blocks.mixture.experts.down"] == jax.P(None, "expert", "tensor", "fsdp")
+    assert specs["dense_blocks.0.mlp.down.kernel"] == jax.P("tensor", "fsdp")
+    assert specs["embed.embedding"] == jax.P("tensor", "fsdp")
     ranks = {path: x.ndim for path, x in by_path(nnx.to_pure_dict(state)).items()}
     assert ranks == {path: len(spec) for path, spec in specs.items()}
 
 
 def test_a_name_without_a_rule():
-    rules = [rule for rule in RULES if rule[0] != "length"]
+    rules = [rule for rule in rules_of(MESH) if rule[0] != "length"]
     with (
-        jax.set_mesh(mesh_of(AxisType.Auto)),
+        jax.set_mesh(MESH),
         nnx.logical_axis_rules(rules),
         pytest.raises(ValueError, match="no rule for the logical axis 'length': add one"),
     ):
         nnx.eval_shape(lambda m: m(jnp.zeros((8, 8), jnp.int32)), abstract("dense"))
-
-
-def value_and_grad_on(model, tokens, explicit=False):
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-
-    def loss(params, rest, tokens):
-        out = nnx.merge(graphdef, params, rest)(tokens[:, :-1])
-        logits, routing = out if isinstance(out, tuple) else (out, None)
-        aux = routing.aux_loss if routing else 0
-        return log_likelihood_loss(logits, tokens[:, 1:]) + aux
-
-    if explicit:
-        loss = jax.sharding.auto_axes(loss, out_sharding=jax.P())
-    return jax.jit(jax.value_and_grad(loss))(params, rest, tokens)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "name, kind",
-    [
-        ("dense", AxisType.Explicit),
-        ("moonlight", AxisType.Auto),
-        pytest.param("dense", AxisType.Auto, marks=pytest.mark.slow),
-        pytest.param("moonlight", AxisType.Explicit, marks=pytest.mark.slow),
-    ],
-)
-def test_a_model_on_a_mesh_is_that_on_one_device(name, kind):
-    cls, config = MODELS[name]
-    config = dataclasses.replace(config, vocab_size=32, width=32, layers=2, scan=False)
-    if name == "moonlight":
-        config = dataclasses.replace(config, aux=0.01)
-
-    mesh = mesh_of(kind)
-    model = create(lambda: cls(config, nnx.Rngs(0)), RULES, mesh)
-    kernel = model.blocks[0].attention.out.kernel.get_value()
-    assert kernel.sharding == jax.NamedSharding(mesh, jax.P("tensor", "data"))
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (4, 9)))
-    alone = jax.tree.map(np.asarray, nnx.state(model))
-    wanted, wanted_gradients = value_and_grad_on(
-        nnx.merge(nnx.graphdef(model), alone), tokens
-    )
-    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
-        where = jax.NamedSharding(mesh, jax.P(("data", "expert")))
-        tokens = jax.device_put(tokens, where)
-        loss, gradients = value_and_grad_on(model, tokens, kind == AxisType.Explicit)
-    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
-    for (path, x), y in zip(
-        jax.tree.leaves_with_path(gradients),
-        jax.tree.leaves(wanted_gradients),
-        strict=True,
-    ):
-        assert_close(np.asarray(x), np.asarray(y), "float32", str(path))

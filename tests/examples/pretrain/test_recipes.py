@@ -1,5 +1,6 @@
 """The recipes against the paper's tables, which lie beside the tests word for word."""
 
+import csv
 import dataclasses
 import pathlib
 import re
@@ -11,6 +12,7 @@ import pytest
 
 from examples.pretrain.config import TextRecipe, accumulation
 from examples.pretrain.errors import UsageError
+from examples.pretrain.models.dense import PRESETS
 from examples.pretrain.optimizers import (
     OPTIMIZERS,
     make_optimizer,
@@ -18,34 +20,13 @@ from examples.pretrain.optimizers import (
     peak_rates,
     rates_and_decay,
 )
-from examples.pretrain.recipes import DEMOS, ROWS
+from examples.pretrain.recipes import DEMOS, PAPER, parse, rates_in_words
 from examples.pretrain.setup import learning_rates
+from tests.examples.pretrain.tiny import ROOT
 
-RECIPES = {name: row.recipe for name, row in ROWS.items()}
-PAPER = (pathlib.Path(__file__).parents[2] / "data" / "paper_tables.tex").read_text()
+RECIPES = {name: config.recipe for name, config in PAPER.items()}
+LATEX = (pathlib.Path(__file__).parents[2] / "data" / "paper_tables.tex").read_text()
 MODELS = {"125M": "125m", "399M": "399m", "545M": "545m", "1.1B": "1.1b"}
-OPTIMIZER_OF = {
-    "AdamW": "adamw",
-    "LAMB": "lamb",
-    "Muon": "muon",
-    "Muon+Moonlight": "muon_moonlight",
-    "Muon + Moonlight": "muon_moonlight",
-    "Muon+Moonlight (reference)": "muon_moonlight",
-    "OrScale": "orscale",
-    "OrScale (ours)": "orscale",
-    "OrScale (calibrated)": "orscale",
-    "OrScale (r_max=10)": "orscale",
-    "OrScale (LM config.)": "orscale",
-    "OrScale (s=1)": "orscale_vision",
-    "OrScale, uncalibrated": "uncalibrated",
-    "Uncalibrated ratio": "uncalibrated",
-}
-DELETED = {
-    "OrScale, calibration in bf16", "Q denominator", "M denominator",
-    "RMS(M) + Moonlight", "Decoupled weight decay",
-}  # fmt: skip
-
-
 # What stands in the place of LaTeX, in this order.
 PLAIN = [
     (r"\\(label|cref)\{[^}]*\}", ""),
@@ -71,7 +52,7 @@ def table(label):
     """The cells of a table, row by row, the header first."""
     [body] = [
         body
-        for body in re.findall(r"\\begin\{table\}.*?\\end\{table\}", PAPER, re.DOTALL)
+        for body in re.findall(r"\\begin\{table\}.*?\\end\{table\}", LATEX, re.DOTALL)
         if rf"\label{{{label}}}" in body
     ]
     body = body[body.index(r"\toprule") : body.index(r"\bottomrule")]
@@ -81,109 +62,34 @@ def table(label):
 
 
 def paragraph(start):
-    [found] = [line for line in PAPER.splitlines() if line.startswith(start)]
+    [found] = [line for line in LATEX.splitlines() if line.startswith(start)]
     return plain(found)
-
-
-def measured(cell):
-    """A value and its spread; None where nothing is reported."""
-    numbers = [float(number) for number in re.findall(r"\d+\.\d+", cell)]
-    if not numbers:
-        return None
-    value, spread = (*numbers, None)[:2]
-    return value, spread
 
 
 def number(cell):
     return float(re.search(r"\d+(\.\d+)?(e-?\d+)?", cell).group())
 
 
-def reported(label):
-    """What a table reports: (model, optimizer, value, spread, learning rate or None).
+def test_recipes_are_those_of_the_main_tables():
+    """On images, OrScale runs the vision configuration."""
 
-    Of the paper's deleted designs, only what arguments of ours delete has a recipe.
-    """
-    header, *rows = table(label)
-    found = set()
+    def name(base, optimizer):
+        words = re.findall(r"\w+", optimizer.replace("(ours)", "").lower())
+        return "-".join([base, *words])
 
-    def add(model, name, cell, rate):
-        if measured(cell) and name not in DELETED:
-            found.add((model, OPTIMIZER_OF.get(name, name), *measured(cell), rate))
-
-    for row in rows:
-        if label == "tab:dense":
-            for name, cell in zip(header[3:], row[3:], strict=True):
-                add(MODELS[row[0]], name, cell, number(row[2]))
-        elif label == "tab:moe":
-            add("moonlight_16b_a3b", row[0], row[2], 4.2e-4)
-        elif label == "tab:calibration":
-            scale, variant, rate, loss = row
-            [stated, *_] = re.findall(r"\((\d[\d.e-]*)[,)]", rate) or [None]
-            shared = RECIPES[f"{MODELS[scale]}-adamw"].learning_rate
-            add(MODELS[scale], variant, loss, float(stated or shared))
-        elif label == "tab:lr-sweep":
-            for rate, cell in zip(header[1:], row[1:], strict=True):
-                add("125m", row[0], cell, number(rate))
-        elif label == "tab:req-ablation":
-            add("davidnet", row[0], row[3], None)
-            add("125m", row[0], row[4], None)
-        else:  # On images, OrScale runs the vision configuration.
-            name = OPTIMIZER_OF[row[1]].replace("orscale", "orscale_vision")
-            add("davidnet", name, row[3], number(row[2]))
-    return found
-
-
-def held(label):
-    """The same of the recipes."""
-    return {
-        (row.model, row.recipe.optimizer, *result[1:], row.recipe.learning_rate)
-        for row in ROWS.values()
-        for result in row.results
-        if result.table == label
+    (*_, adamw, muon, ours), *rows = table("tab:dense")
+    rates = {
+        name(MODELS[row[0]], optimizer): number(row[2])
+        for row in rows
+        for optimizer in (adamw, muon, ours)
     }
-
-
-# And how many results each has.
-TABLES = {
-    "tab:dense": 12,
-    "tab:moe": 4,
-    "tab:calibration": 5,
-    "tab:lr-sweep": 8,
-    "tab:cifar": 5,
-}
-
-
-@pytest.mark.parametrize("label", TABLES)
-def test_every_reported_row_is_a_recipe_and_every_recipe_a_reported_row(label):
-    assert len(reported(label)) == TABLES[label]
-    assert held(label) == reported(label)
-
-
-def test_every_ablation_is_a_recipe_though_the_table_has_no_rates():
-    assert len(reported("tab:req-ablation")) == 5
-    found = {(*row[:4], None) for row in held("tab:req-ablation")}
-    assert found == reported("tab:req-ablation")
-
-
-def test_results_beside_the_tables_are_the_papers():
-    assert "final CE 3.2187" in paragraph(r"\textbf{Clip removal.}")
-    text = paragraph("Two notes")
-    assert "Moonlight at LR 0.005 matches Muon at 0.02: 93.61 vs. 93.67" in text
-    assert "nominal 5e-4,1e-3 falls to 92.41±0.12 and 93.18±0.09" in text
-    assert held("app:req-details") == {("125m", "unclipped", 3.2187, None, 1e-3)}
-    assert held("app:cifar") == {
-        ("davidnet", "muon_moonlight", 93.61, None, 0.005),
-        ("davidnet", "muon", 93.67, None, 0.02),
-        ("davidnet", "muon_moonlight", 92.41, 0.12, 5e-4),
-        ("davidnet", "muon_moonlight", 93.18, 0.09, 1e-3),
-    }
-
-
-def test_every_recipe_reports_something_from_a_known_place():
-    places = {result.table for row in ROWS.values() for result in row.results}
-    assert places == {*TABLES, "tab:req-ablation", "app:req-details", "app:cifar"}
-    assert all(row.results for row in ROWS.values())
-    assert len(RECIPES) == 37
+    mixtures = (row[0] for row in table("tab:moe")[1:] if "r_max" not in row[0])
+    rates |= {name("16b-a3b", optimizer): 4.2e-4 for optimizer in mixtures}
+    for _, optimizer, rate, _ in table("tab:cifar")[1:]:
+        label = optimizer.replace("OrScale", "OrScale vision")
+        rates[name("cifar10", label)] = number(rate)
+    found = {name: recipe.learning_rate for name, recipe in RECIPES.items()}
+    assert found == rates and len(found) == 20
 
 
 def test_recipes_of_a_dense_scale_have_its_settings():
@@ -191,14 +97,15 @@ def test_recipes_of_a_dense_scale_have_its_settings():
     assert [row[0] for row in rows] == list(MODELS)
     for scale, *cells in rows:
         seq_len, batch_size, tokens, steps, rate, warmup = cells
-        recipes = [row.recipe for row in ROWS.values() if row.model == MODELS[scale]]
-        assert len(recipes) >= 3
+        model = PRESETS[MODELS[scale]]
+        recipes = [config.recipe for config in PAPER.values() if config.model == model]
+        assert len(recipes) == 3
         for recipe in recipes:
             assert recipe.seq_len == int(seq_len)
             assert recipe.batch_size == int(batch_size)
-            assert f"{recipe.tokens / 1e9:.2f}B" == tokens
-            assert recipe.num_steps == int(steps)
-            assert recipe.num_steps * recipe.batch_size * recipe.seq_len == recipe.tokens
+            assert recipe.steps == int(steps)
+            read = recipe.steps * recipe.batch_size * recipe.seq_len
+            assert f"{read / 1e9:.2f}B" == tokens
             assert recipe.warmup_steps == int(warmup)
         assert RECIPES[f"{MODELS[scale]}-orscale"].learning_rate == number(rate)
 
@@ -233,19 +140,16 @@ def test_the_mixture_has_the_public_configuration():
         "LR 4.2e-4, weight decay 0.1",
     ):
         assert stated in text
-    recipes = [row.recipe for row in ROWS.values() if row.model == "moonlight_16b_a3b"]
-    assert len(recipes) == 4
+    recipes = [row for name, row in RECIPES.items() if name.startswith("16b")]
+    assert len(recipes) == 3
     for recipe in recipes:
         assert recipe.batch_size * recipe.seq_len == 16_777_216
         assert (recipe.batch_size, recipe.seq_len) == (2048, 8192)
-        assert (recipe.num_steps, recipe.tokens) == (596, 9_999_220_736)
+        assert recipe.steps == 596
         assert (recipe.warmup_steps, recipe.seed) == (60, 42)
         assert (recipe.val_every, recipe.val_batches) == (50, 10)
         assert (recipe.learning_rate, recipe.clip) == (4.2e-4, 1.0)
         assert recipe.param_dtype == "bfloat16"
-    assert optimizer_arguments(RECIPES["16b-a3b-orscale-r-max-10"])["r_max"] == 10
-    [bounds] = {row[1] for row in table("tab:moe") if "10" in row[0]}
-    assert bounds == "0.1/10"
 
 
 def test_images_have_the_appendixs_hyperparameters():
@@ -258,29 +162,14 @@ def test_images_have_the_appendixs_hyperparameters():
         "AdamW fallback LR 1e-3, betas (0.9,0.999)",
     ):
         assert stated in text
-    recipes = [row.recipe for row in ROWS.values() if row.model == "davidnet"]
-    assert len(recipes) == 10
+    recipes = [row for name, row in RECIPES.items() if name.startswith("cifar")]
+    assert len(recipes) == 5
     for recipe in recipes:
-        assert (recipe.epochs, recipe.batch_size, recipe.warmup_steps) == (24, 512, 500)
-        assert recipe.num_steps == 24 * 97
+        assert (recipe.batch_size, recipe.warmup_steps) == (512, 500)
+        assert recipe.steps == 24 * (50_000 // 512)
         assert (recipe.clip, recipe.weight_decay) == (None, 5e-4)
         assert recipe.adam_learning_rate == 1e-3
         assert (recipe.adam_b1, recipe.adam_b2) == (0.9, 0.999)
-    assert optimizer_arguments(RECIPES["cifar10-orscale"])["r_max"] == 1.5
-
-
-def test_uncalibrated_recipes_leave_adamw_at_the_shared_rate():
-    text = paragraph(r"\textbf{Uncalibrated variant")
-    assert "3e-3 at 125M" in text and "2.376e-3 at 399M" in text
-    for name in ("125m", "399m"):
-        recipe = RECIPES[f"{name}-uncalibrated"]
-        assert recipe.adam_learning_rate == RECIPES[f"{name}-orscale"].learning_rate
-
-
-def test_rates_that_the_paper_does_not_state_are_marked():
-    for row in ROWS.values():
-        unstated = {result.table for result in row.results} == {"tab:req-ablation"}
-        assert (row.learning_rate_from == "paper") == (not unstated)
 
 
 def test_accumulation_makes_the_batch_of_whole_parts():
@@ -299,7 +188,7 @@ def test_a_batch_that_does_not_divide_is_refused(devices, per_device_batch):
 
 
 SMALL = TextRecipe(
-    optimizer="adamw", learning_rate=0.1, tokens=100, seq_len=1, batch_size=1,
+    optimizer="adamw", learning_rate=0.1, steps=100, seq_len=1, batch_size=1,
     warmup_steps=0,
 )  # fmt: skip
 PARAMS = {"kernel": jnp.eye(4, 6) + 0.1, "bias": jnp.ones(6)}
@@ -350,17 +239,25 @@ def test_other_parameters_have_a_rate_of_their_own():
         for rate in (None, 0.025)
     )
     np.testing.assert_allclose(apart["kernel"], at_rate["kernel"])
-    np.testing.assert_allclose(apart["bias"], at_rate["bias"] / 4, rtol=1e-6)
+    np.testing.assert_allclose(apart["bias"], at_rate["bias"] / 8, rtol=1e-6)
 
 
-# Rates as the page advises them: of the matrices, and of the rest, over AdamW's.
-ADVISED = {
-    "adamw": (1, 1),
-    "muon_moonlight": (2, 2),
-    "optax_muon": (2, 2),
-    "orscale": (1, 1),
-    "muon": (4, 6),
-    "normuon": (2, 6),
+# The page's multiples of AdamW's rate: of the matrices, and of the rest.
+_CALLS = {
+    "muon": ("muon_moonlight", "optax_muon"),
+    "muon(consistent_rms=None)": ("muon",),
+    "family.normuon": ("normuon",),
+    "orscale`, `family.cautious": ("orscale", "cautious"),
+}
+_ROWS = re.findall(
+    r"^\| `(.*)` \| (\d) \| (\d) \|$",
+    (ROOT / "docs" / "hyperparameters.md").read_text(),
+    re.MULTILINE,
+)
+ADVISED = {"adamw": (1, 1)} | {
+    name: (int(of_matrices), int(beside))
+    for call, of_matrices, beside in _ROWS
+    for name in _CALLS[call]
 }
 
 
@@ -406,9 +303,32 @@ def test_a_line_says_what_becomes_of_rates_and_decay(name, rates, line):
     assert rates_and_decay(recipe) == line
 
 
-def test_the_paper_and_the_demos_share_a_rate_and_own_text_does_not():
-    recipes = [*RECIPES.values(), *(DEMOS[n].recipe for n in DEMOS if n != "text")]
-    assert {recipe.rates for recipe in recipes} == {"shared"}
-    own, demo = DEMOS["text"], DEMOS["demo"]
-    assert own.recipe == dataclasses.replace(demo.recipe, rates="advised")
-    assert own.optimizer == ("adamw", "muon_moonlight") and own.model == demo.model
+def test_a_run_says_first_which_rates_it_takes_and_why():
+    assert {recipe.rates for recipe in RECIPES.values()} == {"shared"}
+    page = (ROOT / "docs" / "results.md").read_text()
+    with open(ROOT / "docs" / "data" / "demo_rates.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for name in ("demo", "demo-moe", "demo-vision"):
+        losses = {
+            float(row["learning_rate"]): float(row["val_loss"])
+            for row in rows
+            if (row["recipe"], row["optimizer"]) == (name, "adamw")
+        }
+        rate = min(losses, key=losses.__getitem__)
+        assert sorted(losses) == [rate / 2, rate, 2 * rate]
+        shown = " | ".join(f"{losses[x]:.3f}" for x in sorted(losses))
+        assert f"| `{name}`, {rate:g} | {shown} |" in page
+        others = [row for row in rows if row["recipe"] == name][3:]
+        assert [row["optimizer"] for row in others] == ["muon_moonlight", "orscale"]
+        shown = " | ".join(f"{float(row['val_loss']):.3f}" for row in others)
+        unit = "image" if name == "demo-vision" else "byte"
+        assert f"`{name}`, nats per {unit} | {losses[rate]:.3f} | {shown} |" in page
+        line = rates_in_words(DEMOS[name])
+        assert f"AdamW {rate:g}, the best one in docs/data/demo_rates.csv; " in line
+        assert "light 2 × that; OrScale 1 × that (2 × for what AdamW trains)." in line
+    own = parse(["--data", "a.txt"], "")
+    assert own.optimizer == ("adamw", "muon_moonlight") and own.recipe.rates == "advised"
+    for options in ("--data a.txt", "--learning-rate 1", "--steps 99"):
+        assert "the best one" not in rates_in_words(parse(options.split(), ""))
+    shared = parse(["--recipe", "demo", "--rates", "shared"], "")
+    assert "for every optimizer (--rates shared)." in rates_in_words(shared)

@@ -95,6 +95,6 @@ def imported_by(path):
 
 
 def test_what_trains_does_without_what_operates_it():
-    commands = {CORE / name for name in ("__main__.py", "compare.py", "sample.py")}
+    commands = {CORE / name for name in ("__main__.py", "sample.py")}
     for path in {*CORE.glob("*.py"), *CORE.glob("models/*.py")} - commands:
         assert not [name for name in imported_by(path) if "operation" in name], path

@@ -33,6 +33,7 @@ TINY = {
     "steps": 6,
     "warmup_steps": 2,
     "learning_rate": 0.003,
+    "rates": "shared",
     "val_every": 4,
     "val_batches": 2,
     "log_every": 3,

@@ -59,6 +59,16 @@ def test_the_ladder():
     assert f"on `like-16b`, by {found[7][2]}" in page
 
 
+def test_orscales_rates():
+    page = ROOT / "docs" / "hyperparameters.md"
+    rows = [rows for head, rows in tables(page) if "lower in" in head]
+    assert rows == [contrasts.orscale_at_multiples()]
+    text = re.sub(r"\s+", " ", page.read_text())
+    for label, over, found in contrasts.contrasts():
+        if label.startswith("OrScale at twice"):
+            assert "{:+.3f} [{:+.3f}, {:+.3f}]".format(*found) in text, over
+
+
 def cells_of(table):
     return [
         [cell.strip("` ") for cell in line.split("|")[1:-1]]

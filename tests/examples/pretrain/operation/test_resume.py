@@ -181,7 +181,7 @@ def test_another_configuration_is_refused(data, reference, refused):
     assert (reference / "config.json").read_text() == before
 
 
-WORDS = {"router": "adamw", "qkv": "blocks", "model.mlp": "swiglu"}
+WORDS = {"router": "adamw"}
 
 
 def another(name, value):
