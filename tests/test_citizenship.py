@@ -422,6 +422,24 @@ def test_the_step_of_a_matrix_is_bounded():
             assert rms < 0.2 * RATE * 1.15  # Newton–Schulz is not exact.
 
 
+@pytest.mark.parametrize("b2, bound", [(0.95, 1.16), (0.999, 7.3)])
+def test_the_step_of_an_entry_of_adamw_is_bounded(b2, bound):
+    """The worst gradients: g grows so that m is parallel to v in Cauchy–Schwarz."""
+    b1, steps = 0.9, 10_000 if b2 > 0.99 else 500
+    limit = (1 - b1) / np.sqrt((1 - b2) * (1 - b1**2 / b2))
+    assert round(limit, 2 if b2 < 0.99 else 1) == bound
+    worst = jnp.float32((b1 / b2) ** np.arange(60)[::-1])
+    grads = jnp.concatenate([jnp.full(steps, worst[0]), worst])
+    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=0.0)
+
+    def step(state, gradient):
+        update, state = adam.update(gradient, state)
+        return state, jnp.abs(update)
+
+    _, updates = jax.lax.scan(step, adam.init(jnp.float32(0)), grads)
+    assert 0.8 * limit < updates[steps:].max() <= limit * (1 + 1e-3)
+
+
 @pytest.mark.parametrize("name", ["learning_rate", "adam_learning_rate"])
 def test_a_negative_rate_is_told_how_to_ascend(name):
     rates = {"learning_rate": 0.1, name: -0.1}

@@ -535,9 +535,10 @@ def test_debug_nans(case, stepping, eps):
 @pytest.mark.extended
 def test_debug_infs():
     with jax.debug_infs(True):
-        train(compiled(orscale(RATE)), [{"w": SOME[1]}] * 2, {"w": jnp.asarray(SOME[0])})
-        with pytest.raises(FloatingPointError):
-            train(compiled(orscale(RATE)), [{"w": SOME[1]}], {"w": jnp.asarray(ZERO)})
+        for weight in (SOME[0], ZERO):
+            train(
+                compiled(orscale(RATE)), [{"w": SOME[1]}] * 2, {"w": jnp.asarray(weight)}
+            )
 
 
 @pytest.mark.extended

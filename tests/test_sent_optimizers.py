@@ -85,7 +85,9 @@ STAGES = {
     "by_path": lambda: scale_by_path({re.compile("w"): 2.0, "stack": jnp.ones(3)}),
     "injected": lambda: optax.inject_hyperparams(orscale)(SCHEDULE, r_min=0.3),
     "master_weights": lambda: keep_master_weights(orscale(SCHEDULE, **functions())),
-    "on a mesh": of_matrices(lambda **kw: orthogonalize(mesh=mesh_of({"x": 2}), **kw)),
+    "on a mesh": of_matrices(
+        lambda **kw: orthogonalize(mesh=mesh_of({"x": 2}), param_shardings=P(), **kw)
+    ),
     "qk_clip": lambda: qk_clip({"a": HEADS}, threshold=jnp.array(10.0)),
 }
 EXTRA = {"qk_clip": {"max_logits": {"a": jnp.full(4, 100.0)}}}

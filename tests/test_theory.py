@@ -1,7 +1,7 @@
-"""The paper's section 4 and appendix A, measured on the package.
+"""What the paper's section 4 and appendix A say about the ratio, measured on the package.
 
-Predictions are computed in NumPy (SVDs, Φ, the bounds), and compared with what the
-optimizers do: their steps, their logged ratios, the loss that they reach.
+Predictions are computed in NumPy (SVDs, norms, the bounds), and compared with what the
+optimizers do: their steps and their logged ratios.
 """
 
 import functools

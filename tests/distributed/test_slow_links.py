@@ -222,14 +222,17 @@ def test_no_other_plan_costs_less(mesh, rows, shape):
 
 LAYOUTS = {
     "sharded within": ({"dcn": 2, "fsdp": 4}, P("fsdp")),
+    "sharded by columns": ({"dcn": 2, "fsdp": 4}, P(None, "fsdp")),
     "sharded across": ({"dcn": 2, "fsdp": 4}, P("dcn")),
     "sharded over both": ({"dcn": 2, "fsdp": 4}, P(("dcn", "fsdp"))),
+    "the other way": ({"dcn": 2, "fsdp": 4}, P(("fsdp", "dcn"))),
     "rows × columns": ({"dcn": 2, "fsdp": 4}, P("dcn", "fsdp")),
     "replicated": ({"dcn": 2, "fsdp": 4}, P()),
     "slow axis last": ({"fsdp": 4, "dcn": 2}, P("fsdp", "dcn")),
     "one axis": ({"fsdp": 8}, P("fsdp")),
     "one axis of replicas": ({"fsdp": 8}, P()),
     "part of one of two": ({"fsdp": 4, "tensor": 2}, P("fsdp", "tensor")),
+    "part of one of two, replicas": ({"fsdp": 4, "tensor": 2}, P("tensor")),
 }
 SLOW = {"fsdp": {"fsdp": 2}, "dcn": ("dcn",)}
 SHAPES = {"a": (16, 64), "b": (64, 16), "c": (16, 256), "d": (3, 16, 64), "e": (16, 16)}

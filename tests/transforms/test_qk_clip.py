@@ -373,6 +373,28 @@ def test_several_modules_as_any_tree_or_a_callable():
 # In a chain.
 
 
+SGD = optax.chain(optax.sgd(0.1), qk_clip(BIASED))
+
+
+@pytest.mark.extended
+def test_wrappers_of_optax():
+    """MultiSteps clips when it steps; apply_if_finite looks at gradients."""
+    params, grads = as_jax(projections()), as_jax(projections(seed=50))
+    _, expected, _ = step(SGD, params, LOGITS, grads)
+    optimizer = optax.MultiSteps(SGD, every_k_schedule=2)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    updates, state = update(grads, state, params, max_logits=100 * LOGITS)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(updates))
+    updates, state = update(grads, state, params, max_logits=LOGITS)
+    assert_close(updates, expected, atol=0)
+    optimizer = optax.apply_if_finite(SGD, 3)
+    assert_same_bits(step(optimizer, params, LOGITS, grads)[1], expected)
+    bad = grads | {"key": jax.tree.map(lambda g: g * jnp.nan, grads["key"])}
+    after, _, state = step(optimizer, params, jnp.full(HEADS, jnp.nan), bad)
+    assert_same_bits(after, params)
+    assert (optax.tree.get(state, "qk_clip_factor") == 1).all()
+
+
 @pytest.mark.extended
 def test_injected_hyperparameters():
     injected = optax.inject_hyperparams(qk_clip)(attentions=BIASED, threshold=100.0)
