@@ -442,4 +442,4 @@ def test_how_early_muon_passes_adamw():
         assert f"after {mean:.0f} % of the steps (" in readme
         assert f"{low:.0f} to {high:.0f} %" in readme
     by_workload = shares.mean(axis=1)
-    assert f"{min(by_workload):.0f} to {max(by_workload):.0f} %)" in readme
+    assert f"({min(by_workload):.0f} to {max(by_workload):.0f} %)" in readme
