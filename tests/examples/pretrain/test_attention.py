@@ -13,11 +13,23 @@ from jax.sharding import AxisType
 
 from examples.pretrain.models import attention, dense
 from examples.pretrain.models.attention import Choice, causal_attention, choose
-from tests.examples.pretrain.test_models import RULES, mesh_of
 
 B, T, N, H, U = 2, 256, 2, 24, 16  # Values are narrower, as Moonlight's are.
 XLA = functools.partial(jax.nn.dot_product_attention, implementation="xla")
 ON_TPU = functools.partial(attention.splash_attention, interpret=True)
+
+# As a model of the training program has them: batches over data, heads over tensor.
+RULES = (
+    ("batch", ("data", "expert")),
+    ("length", None),
+    ("heads", "tensor"),
+    ("kv", None),
+)
+
+
+def mesh_of(kind):
+    axes = ("data", "tensor", "expert")
+    return jax.make_mesh((2, 2, 2), axes, axis_types=(kind,) * 3)
 
 
 def arrays(dtype, batch=B, length=T):
