@@ -19,6 +19,9 @@ Here a body counts as often as it runs; every branch of a conditional counts.
   other: their operands and their results.
 - *FLOPs* are those of matrix products and convolutions, and of cuDNN's attention as if it
   were not causal; without kernels by Pallas.
+- The *model* of an H100: a kernel takes as long as its bytes at 2.9 TB/s or its FLOPs at
+  650 TFLOP/s, whichever is longer, and 2 µs for its launch. Large arrays and products
+  reach these rates.
 
 The gradient of a grouped product is one product for each group, with a mask of the rows
 of the others, which the kernel skips. The compiler's estimate knows nothing of the mask:
@@ -70,6 +73,7 @@ ATTENTION = (
     r'"intermediate_tensor_shape": \{"element_type": "\w+", "dimensions": (\[[^]]*\])'
 )
 UNKNOWN = 2**63 - 1  # What the TPU compiler says of kernels that it cannot estimate.
+BYTES_PER_SECOND, FLOPS_PER_SECOND, LAUNCH = 2.9e12, 650e12, 2e-6
 SLICES, UPDATE = {"slice", "dynamic-slice"}, "dynamic-update-slice"
 
 
@@ -230,6 +234,10 @@ def flops_of(run: Run) -> int:
         products = 5 if "fmhaSoftmaxBackward" in instruction.attributes else 2
         pairs = math.prod(int(size) for size in re.findall(r"\d+", scores))
         each = 2 * products * pairs * computation[instruction.operands[0]].shape[-1]
+    elif '"__cublas$' in instruction.attributes:
+        axis = int(instruction.attribute(r'"lhs_contracting_dimensions":\["(\d+)') or 0)
+        contracted = computation[instruction.operands[0]].shape[axis]
+        each = 2 * math.prod(instruction.arrays[0][1]) * contracted
     elif instruction.opcode in {"dot", "convolution"}:
         left, right = (computation[name].shape for name in instruction.operands)
         if instruction.opcode == "convolution":
@@ -272,6 +280,51 @@ def _convolution_flops(
         # Pairs of a place of the output and one of the window that meet an input.
         flops *= sum(0 <= place < end and place % base == 0 for place in places)
     return flops
+
+
+class Kernel(NamedTuple):
+    """One kernel of the text, which may run many times."""
+
+    scope: str
+    traced: str  # The end of what it was traced in.
+    result: str
+    times: int
+    nbytes: int  # Of one launch.
+    flops: int
+    adds: bool = False  # Something to a product.
+
+    @property
+    def seconds(self) -> float:
+        """Of one launch."""
+        return LAUNCH + max(self.nbytes / BYTES_PER_SECOND, self.flops / FLOPS_PER_SECOND)
+
+
+def kernels(text: str, scopes: Collection[str] = ()) -> Iterator[Kernel]:
+    """All kernels of a compiled program, in the order in which they are issued."""
+    program, entry = parse(text)
+    current: Kernel | None = None
+    for run in runs(program, entry, scopes):
+        instruction, computation, place = run
+        flops = flops_of(run) // place.times
+        if place.fused and current is not None:
+            adds = current.adds or (current.flops > 0 and instruction.opcode == "add")
+            current = current._replace(flops=current.flops + flops, adds=adds)
+            continue
+        if current is not None:
+            yield current
+        current = None
+        opcode = instruction.opcode
+        if opcode in NO_KERNELS or opcode.endswith("-done"):
+            continue
+        traffic = traffic_of(instruction, computation, program)
+        arrays = (f"{dtype}{list(shape)}" for dtype, shape in instruction.arrays)
+        current = Kernel(
+            place.scope, "/".join(instruction.traced[-2:]), " ".join(arrays),
+            place.times, traffic.read + traffic.written, flops,
+            bool(instruction.attribute(r'"beta":(1)')),
+        )  # fmt: skip
+    if current is not None:
+        yield current
 
 
 def traffic_of(

@@ -99,6 +99,11 @@ def with_layout(x: jax.Array, order: Sequence[int]) -> jax.Array:
     return _layout_p.bind(x, order=tuple(order))
 
 
+def by_rows(x: jax.Array) -> jax.Array:
+    """An array in row-major order."""
+    return with_layout(x, range(x.ndim))
+
+
 def _on_gpus(
     together: Callable[[Any], list[jax.Array]],
     alone: Callable[[Any], list[jax.Array]],

@@ -173,7 +173,7 @@ CPU = Platform(
 )
 # Launching a kernel takes a GPU time, and every array between two kernels memory.
 GPU = Platform(
-    _FLOAT16, Limits(stack_bytes=2**28, chunk_bytes=5 * 2**23), H100, normalizes="stack"
+    _FLOAT16, Limits(stack_bytes=2**28, chunk_bytes=2**27), H100, normalizes="stack"
 )
 # A TPU's kernel cannot prefetch the result of the kernel before it: between two products
 # of one chunk it runs one of another. Operands of 16 MiB fit into the core's own memory.
