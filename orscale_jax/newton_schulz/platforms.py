@@ -129,7 +129,8 @@ class Platform:
         """
 
         def sums(xs: Sequence[jax.Array]) -> list[jax.Array]:
-            totals = sum_all(xs, [(x.ndim - 2, x.ndim - 1) for x in xs])
+            found = sum_all([[x] for x in xs], [(x.ndim - 2, x.ndim - 1) for x in xs])
+            totals = [total for [total] in found]
             if at_once:
                 totals = jax.lax.optimization_barrier(totals)
             return [jnp.expand_dims(each, (-2, -1)) for each in slices_of_stacks(totals)]

@@ -118,10 +118,11 @@ def arrays_of(dtype):
 def test_arrays_of_several_shapes_and_dtypes(as_on_gpus):
     arrays = [*arrays_of(jnp.float32), *arrays_of(jnp.int32)]
     axes = [SHAPES[x.shape] for x in arrays]
-    found = fusion.sum_all(arrays, axes)
-    for x, along, value in zip(arrays, axes, found, strict=True):
+    found = fusion.sum_all([[x, 2 * x] for x in arrays], axes)
+    for x, along, (value, twice) in zip(arrays, axes, found, strict=True):
         expected = np.sum(np.asarray(x), axis=along)
         np.testing.assert_array_equal(value, expected)
+        np.testing.assert_array_equal(twice, 2 * expected)
         assert value.dtype == x.dtype
 
 
@@ -131,7 +132,7 @@ def test_a_gpu_finishes_arrays_of_one_shape_together(platform, count, monkeypatc
     arrays = arrays_of(jnp.float32)
     axes = [SHAPES[x.shape] for x in arrays]
     together = functools.partial(fusion.sum_all, axes=axes)
-    text = program(together, arrays, platform=platform)
+    text = program(together, [[x] for x in arrays], platform=platform)
     assert len(re.findall(r"stablehlo\.reduce\(", text)) == count
 
 

@@ -142,7 +142,7 @@ def test_results_do_not_depend_on_the_scale(name, steps, preconditioning):
     np.testing.assert_allclose(q, wide, atol=0.02)
     for scale in (1e-30, 1e30):
         found = on_a_gpu(scale * x, FLOAT16, name, steps, preconditioning)
-        np.testing.assert_allclose(found, q, atol=2e-3)
+        np.testing.assert_allclose(found, q, atol=0.02)
 
 
 def test_large_matrices_keep_their_digits_after_many_steps():
