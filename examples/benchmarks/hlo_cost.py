@@ -14,9 +14,9 @@ Here a body counts as often as it runs; every branch of a conditional counts.
   device waits. A scheduled program prints instructions in the order in which they are
   issued. One that a kernel runs beside products of its own is not exposed.
 - *Traffic* is what kernels read and write. An array counts whole where a kernel reads it,
-  and as large as its slices where the kernel reads those alone. An array that is updated
-  in place counts as large as what is new. Collectives and kernels of Pallas count as any
-  other: their operands and their results.
+  and as large as its slices where the kernel reads those alone, of it or of a multiple.
+  An array that is updated in place counts as large as what is new. Collectives and
+  kernels of Pallas count as any other: their operands and their results.
 - *FLOPs* are those of matrix products and convolutions, and of cuDNN's attention as if it
   were not causal; without kernels by Pallas.
 - The *model* of an H100: a kernel takes as long as its bytes at 2.9 TB/s or its FLOPs at
@@ -74,6 +74,8 @@ ATTENTION = (
 )
 UNKNOWN = 2**63 - 1  # What the TPU compiler says of kernels that it cannot estimate.
 BYTES_PER_SECOND, FLOPS_PER_SECOND, LAUNCH = 2.9e12, 650e12, 2e-6
+# Computed where they are used: of the entries that nothing uses, nothing is read.
+ELEMENTWISE = {"bitcast", "convert", "multiply"}
 SLICES, UPDATE = {"slice", "dynamic-slice"}, "dynamic-update-slice"
 
 
@@ -351,8 +353,8 @@ def traffic_of(
                 continue
             if user.opcode in SLICES:
                 total += user.nbytes
-            elif user.opcode == "bitcast":
-                total += read(user.name, nbytes)
+            elif user.opcode in ELEMENTWISE and user.nbytes:
+                total += read(user.name, user.nbytes) * nbytes // user.nbytes
             elif user.opcode != UPDATE or user.operands[0] != name:
                 return nbytes
         return min(total, nbytes)

@@ -36,7 +36,7 @@ def monic_newton_schulz(
     scales: Scales,
     arithmetic: Arithmetic,
 ) -> jax.Array:
-    """Newton–Schulz on preconditioned matrices, with the scales of :func:`monic_scales`."""
+    """Newton–Schulz on preconditioned matrices, by the scales of :func:`monic_scales`."""
     x, gram = start
     wide = arithmetic.is_wide(x)
 
@@ -101,8 +101,8 @@ def _segment(
 def monic_scales(table: Table, restarts: tuple[int, ...], norm: float) -> Scales | None:
     r"""The factors of each segment with which nothing overflows float16; None without.
 
-    Every array of a segment is a polynomial in its R, or one times x. No entry exceeds the
-    largest singular value, and that is the largest absolute value of the polynomial on
+    Every array of a segment is a polynomial in its R, or one times x. No entry exceeds
+    the largest singular value, which is the largest absolute value of the polynomial on
     R's eigenvalues. So the steps are run here on eigenvalues, in float64: each result,
     each product before it is scaled and added, and each constant must stay below half of
     the largest float16. The other half is room for rounding. A table that explodes, or
