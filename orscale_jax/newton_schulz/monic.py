@@ -93,7 +93,7 @@ def _segment(
             w = add(mix(w, omega / psi, y), 1 / psi, y, w)
         if k < len(rows):
             half = add(factor, 1 / psi, factor, y)
-            factor, phi = add(half, 1 / psi, half, y), phi / a**2
+            factor, phi = add(half, 1 / psi, half, y), phi / (a * a)
     return add(x, 1 / omega, w, x)
 
 
@@ -108,20 +108,15 @@ def monic_scales(table: Table, restarts: tuple[int, ...], norm: float) -> Scales
     the largest float16. The other half is room for rounding. A table that explodes, or
     has a zero a or b, has no such factors.
 
-    The first ψ of a segment is a power of two, so that three of its five products are
-    scaled without rounding; the largest that fits, since the larger φ is, the fewer
-    entries are subnormal.
-
-    Args:
-      table: The coefficients of all steps.
-      restarts: The steps before which the form restarts.
-      norm: The norm of normalized matrices.
+    The first ψ of a segment is a power of two, so that what 1/ψ and 1/ω scale is not
+    rounded for it; the largest one that fits, so that few entries are subnormal.
+    ``norm`` is that of normalized matrices.
     """
-    if not all(a and b for a, b, _ in table):
-        return None
     scales, gain = [], 1 / norm
     with np.errstate(all="ignore"):  # Tables that explode: no comparison with nan holds.
         upper, _ = ranges(np.array(table))
+        if not np.isfinite(upper).all() or not all(a and b for a, b, _ in table):
+            return None
         for i, j in itertools.pairwise([0, *restarts, len(table)]):
             rows = table[i:j]
             (a, b, _), alpha = rows[0], math.prod(a for a, _, _ in rows)
