@@ -48,10 +48,12 @@ from examples.benchmarks.models import (
     layers,
     matrix,
     moonlight,
+    of_shapes,
     placed,
     scanned_gpt2,
     tinyllama,
 )
+from examples.benchmarks.shapes import CASES as SHAPES_OF, copies
 from examples.pretrain.config import Config, accumulation
 from examples.pretrain.errors import UsageError, exit_code_of
 from examples.pretrain.loading import part_of_process
@@ -132,6 +134,14 @@ CASES = {
     "r": Case({"fsdp": 64},
               {name: experts(48, 2048, 8192, P(None, "fsdp", None)) for name in "abc"},
               "144 matrices of 2048×8192 in three arrays, FSDP", "v5p:4x4x4"),
+    **{
+        letter: Case({}, of_shapes(shapes), f"{name}, one device")
+        for letter, name, shapes in (
+            ("s", "4 blocks of a 1.1B model", copies(4, SHAPES_OF["1.1B"])),
+            ("t", "64 experts of 2048×1408", SHAPES_OF["experts"]),
+            ("u", "DavidNet", SHAPES_OF["davidnet"]),
+        )
+    },
 }  # fmt: skip
 
 
@@ -142,7 +152,7 @@ class Options:
     platform: Literal["tpu", "gpu"] = "tpu"
     """v5p and v5e chips, or H100s in nodes of eight."""
     cases: tuple[str, ...] = ()
-    """Of a to r; all that the platform has without it."""
+    """Of a to u; all that the platform has without it."""
     contenders: tuple[str, ...] = CONTENDERS
     """Of these, and optax.adamw."""
     layers: int | None = None
@@ -178,6 +188,7 @@ class Found(NamedTuple):
     available: int  # Bytes that the device has, where they are compared.
     tracing: float  # Seconds; for a training step those of compiling are among them.
     compilation: float
+    kernels: Sequence[hlo_cost.Kernel] = ()  # Of a GPU.
     adamw: float = math.nan  # Seconds of its training step, by the model.
 
     @property
@@ -204,6 +215,13 @@ OF_A_STEP: Columns = {
     "kernels": lambda found: found.cost.kernels,
     "read, MB": lambda found: found.cost.traffic.read / 1e6,
     "written, MB": lambda found: found.cost.traffic.written / 1e6,
+    "modelled, ms": lambda found: (
+        1e3 * sum(each.times * each.seconds for each in found.kernels) or math.nan
+    ),
+    "products": lambda found: sum(each.times for each in found.kernels if each.flops),
+    "of these that add": lambda found: sum(
+        each.times for each in found.kernels if each.adds
+    ),
     "arguments, MiB": lambda found: found.memory.argument_size_in_bytes / MIB,
     "program, MiB": lambda found: (
         found.memory.generated_code_size_in_bytes / MIB or math.nan
@@ -359,6 +377,7 @@ def found_of(
     return Found(
         text=text,
         cost=cost,
+        kernels=[] if hardware_of(target) is TPU_V5P else [*hlo_cost.kernels(text)],
         optimizer=hlo_cost.by_scope(text, SCOPES)[OPTIMIZER],
         crossing=hlo_cost.crossings(text, target.regions),
         exposed=hlo_cost.exposed_seconds(cost, target.regions, hardware_of(target)),

@@ -14,11 +14,14 @@ Here a body counts as often as it runs; every branch of a conditional counts.
   device waits. A scheduled program prints instructions in the order in which they are
   issued. One that a kernel runs beside products of its own is not exposed.
 - *Traffic* is what kernels read and write. An array counts whole where a kernel reads it,
-  and as large as its slices where the kernel reads those alone. An array that is updated
-  in place counts as large as what is new. Collectives and kernels of Pallas count as any
-  other: their operands and their results.
+  and as large as its slices where the kernel reads those alone, of it or of a multiple.
+  An array that is updated in place counts as large as what is new. Collectives and
+  kernels of Pallas count as any other: their operands and their results.
 - *FLOPs* are those of matrix products and convolutions, and of cuDNN's attention as if it
   were not causal; without kernels by Pallas.
+- The *model* of an H100: a kernel takes as long as its bytes at 2.9 TB/s or its FLOPs at
+  650 TFLOP/s, whichever is longer, and 2 µs for its launch. Large arrays and products
+  reach these rates.
 
 The gradient of a grouped product is one product for each group, with a mask of the rows
 of the others, which the kernel skips. The compiler's estimate knows nothing of the mask:
@@ -70,6 +73,9 @@ ATTENTION = (
     r'"intermediate_tensor_shape": \{"element_type": "\w+", "dimensions": (\[[^]]*\])'
 )
 UNKNOWN = 2**63 - 1  # What the TPU compiler says of kernels that it cannot estimate.
+BYTES_PER_SECOND, FLOPS_PER_SECOND, LAUNCH = 2.9e12, 650e12, 2e-6
+# Computed where they are used: of the entries that nothing uses, nothing is read.
+ELEMENTWISE = {"bitcast", "convert", "multiply"}
 SLICES, UPDATE = {"slice", "dynamic-slice"}, "dynamic-update-slice"
 
 
@@ -230,6 +236,10 @@ def flops_of(run: Run) -> int:
         products = 5 if "fmhaSoftmaxBackward" in instruction.attributes else 2
         pairs = math.prod(int(size) for size in re.findall(r"\d+", scores))
         each = 2 * products * pairs * computation[instruction.operands[0]].shape[-1]
+    elif '"__cublas$' in instruction.attributes:
+        axis = int(instruction.attribute(r'"lhs_contracting_dimensions":\["(\d+)') or 0)
+        contracted = computation[instruction.operands[0]].shape[axis]
+        each = 2 * math.prod(instruction.arrays[0][1]) * contracted
     elif instruction.opcode in {"dot", "convolution"}:
         left, right = (computation[name].shape for name in instruction.operands)
         if instruction.opcode == "convolution":
@@ -274,6 +284,51 @@ def _convolution_flops(
     return flops
 
 
+class Kernel(NamedTuple):
+    """One kernel of the text, which may run many times."""
+
+    scope: str
+    traced: str  # The end of what it was traced in.
+    result: str
+    times: int
+    nbytes: int  # Of one launch.
+    flops: int
+    adds: bool = False  # Something to a product.
+
+    @property
+    def seconds(self) -> float:
+        """Of one launch."""
+        return LAUNCH + max(self.nbytes / BYTES_PER_SECOND, self.flops / FLOPS_PER_SECOND)
+
+
+def kernels(text: str, scopes: Collection[str] = ()) -> Iterator[Kernel]:
+    """All kernels of a compiled program, in the order in which they are issued."""
+    program, entry = parse(text)
+    current: Kernel | None = None
+    for run in runs(program, entry, scopes):
+        instruction, computation, place = run
+        flops = flops_of(run) // place.times
+        if place.fused and current is not None:
+            adds = current.adds or (current.flops > 0 and instruction.opcode == "add")
+            current = current._replace(flops=current.flops + flops, adds=adds)
+            continue
+        if current is not None:
+            yield current
+        current = None
+        opcode = instruction.opcode
+        if opcode in NO_KERNELS or opcode.endswith("-done"):
+            continue
+        traffic = traffic_of(instruction, computation, program)
+        arrays = (f"{dtype}{list(shape)}" for dtype, shape in instruction.arrays)
+        current = Kernel(
+            place.scope, "/".join(instruction.traced[-2:]), " ".join(arrays),
+            place.times, traffic.read + traffic.written, flops,
+            bool(instruction.attribute(r'"beta":(1)')),
+        )  # fmt: skip
+    if current is not None:
+        yield current
+
+
 def traffic_of(
     instruction: Instruction, computation: Computation, program: Program
 ) -> Traffic:
@@ -298,8 +353,8 @@ def traffic_of(
                 continue
             if user.opcode in SLICES:
                 total += user.nbytes
-            elif user.opcode == "bitcast":
-                total += read(user.name, nbytes)
+            elif user.opcode in ELEMENTWISE and user.nbytes:
+                total += read(user.name, user.nbytes) * nbytes // user.nbytes
             elif user.opcode != UPDATE or user.operands[0] != name:
                 return nbytes
         return min(total, nbytes)

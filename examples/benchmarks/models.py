@@ -67,6 +67,14 @@ def experts(count: int, rows: int, columns: int, spec: P) -> Leaf:
     return Leaf((count, rows, columns), spec, Dims(1, 2))
 
 
+def of_shapes(shapes: Mapping[str, tuple[int, ...]]) -> Leaves:
+    """Matrices, or batches of them."""
+    return {
+        name: Leaf(shape, P(), Dims(len(shape) - 2, len(shape) - 1))
+        for name, shape in shapes.items()
+    }
+
+
 def layers(count: int, block: Leaves, first: int = 0) -> Leaves:
     return {
         f"{i}.{name}": leaf

@@ -4,18 +4,15 @@
         --seq-len 1024 --clip None        # compiled ahead of time, of `examples.pretrain`
     python -m examples.benchmarks.roofline hlo/*.txt              # texts that are there
 
-A kernel takes as long as its bytes at 2.9 TB/s or its FLOPs at 650 TFLOP/s, whichever is
-longer, and 2 µs for its launch: rates that large arrays and products reach. Nothing is
-timed. :mod:`examples.benchmarks.hlo_cost` says what is counted. Causal attention counts
-as if it were not: cuDNN computes half of that, at about half of the rate. Kernels that
-are alike are one row, and so are the results of one type.
+Nothing is timed. :mod:`examples.benchmarks.hlo_cost` has the model, and says what is
+counted. Causal attention counts as if it were not: cuDNN computes half of that, at about
+half of the rate. Kernels that are alike are one row, and so are the results of one type.
 """
 
 import collections
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import jax
 
@@ -27,56 +24,12 @@ from examples.pretrain.operation.peaks import peak_flops
 from examples.pretrain.recipes import parse as parse_recipe
 from examples.pretrain.tasks import make_task
 
-BYTES_PER_SECOND, FLOPS_PER_SECOND, LAUNCH = 2.9e12, 650e12, 2e-6
 ROWS, CARD = 10, "H100"
-
-
-class Kernel(NamedTuple):
-    """One kernel of the text, which may run many times."""
-
-    scope: str
-    traced: str  # The end of what it was traced in.
-    result: str
-    times: int
-    nbytes: int  # Of one launch.
-    flops: int
-
-    @property
-    def seconds(self) -> float:
-        """Of one launch."""
-        return LAUNCH + max(self.nbytes / BYTES_PER_SECOND, self.flops / FLOPS_PER_SECOND)
-
-
-def kernels(text: str) -> Iterator[Kernel]:
-    """All kernels of a compiled program, in the order in which they are issued."""
-    program, entry = parse(text)
-    current: Kernel | None = None
-    for run in runs(program, entry, SCOPES):
-        instruction, computation, place = run
-        flops = hlo_cost.flops_of(run) // place.times
-        if place.fused and current is not None:
-            current = current._replace(flops=current.flops + flops)
-            continue
-        if current is not None:
-            yield current
-        current = None
-        if instruction.opcode in hlo_cost.NO_KERNELS or instruction.opcode.endswith(
-            "-done"
-        ):
-            continue
-        traffic = hlo_cost.traffic_of(instruction, computation, program)
-        arrays = (f"{dtype}{list(shape)}" for dtype, shape in instruction.arrays)
-        current = Kernel(
-            place.scope, "/".join(instruction.traced[-2:]), " ".join(arrays),
-            place.times, traffic.read + traffic.written, flops,
-        )  # fmt: skip
-    if current is not None:
-        yield current
 
 
 def report(text: str, flops: float | None = None) -> str:
     """Tables in Markdown; with the model's FLOPs also the share of the card's peak."""
-    found = list(kernels(text))
+    found = list(hlo_cost.kernels(text, SCOPES))
     seconds: dict[str, float] = collections.defaultdict(float)
     for kernel in found:
         seconds[kernel.scope or "other"] += kernel.times * kernel.seconds
@@ -89,7 +42,7 @@ def report(text: str, flops: float | None = None) -> str:
     ]
     if flops is not None:
         lines[0] += f"; {flops / total / (peak_flops(CARD) or 1):.1%} of the peak"
-    alike: dict[Kernel, int] = collections.Counter()
+    alike: dict[hlo_cost.Kernel, int] = collections.Counter()
     for kernel in found:
         alike[kernel._replace(times=1)] += kernel.times
     dearest = sorted(alike, key=lambda k: -alike[k] * k.seconds)[:ROWS]

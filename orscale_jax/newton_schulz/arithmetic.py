@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.lax import DotAlgorithmPreset, Precision
 
 # The axis of the left operand that has the product's rows, and that of the right one
 # that has its columns. Each operand's other axis is summed over.
@@ -112,7 +113,12 @@ class Arithmetic:
             return self._in_strips(x, y, axes)
         # By default float32 products run in bfloat16 (TPU) or TF32 (GPU). None would be
         # jax_default_matmul_precision, which may narrow operands and sums.
-        precision = jax.lax.Precision
+        precision = Precision.DEFAULT if self.narrow else Precision.HIGHEST
+        return self._dot(x, y, axes, precision, self.accumulator)
+
+    def _dot(
+        self, x: jax.Array, y: jax.Array, axes: Axes, precision: Any, dtype: jnp.dtype
+    ) -> jax.Array:
         batch = range(x.ndim - 2)
         in_x, in_y = ((x.ndim - 3 - axis,) for axis in axes)
         # jnp.einsum gives the same program, but takes longer to trace.
@@ -120,9 +126,27 @@ class Arithmetic:
             x,
             y,
             ((in_x, in_y), (batch, batch)),
-            precision=precision.DEFAULT if self.narrow else precision.HIGHEST,
-            preferred_element_type=self.accumulator,
+            precision=precision,
+            preferred_element_type=dtype,
         )
+
+    def add_product(
+        self, c: jax.Array, beta: float, x: jax.Array, y: jax.Array
+    ) -> jax.Array:
+        """C + βXY in float16, by one kernel of a GPU, whose sums are float32.
+
+        XLA fuses an addition with a product if the product has the dtype of the other
+        array, and that array is none that it would compute in the same kernel.
+        """
+
+        def on_cuda(x: jax.Array, y: jax.Array) -> jax.Array:
+            return self._dot(x, y, (-2, -1), DotAlgorithmPreset.F16_F16_F32, self.dtype)
+
+        def elsewhere(x: jax.Array, y: jax.Array) -> jax.Array:
+            return self.product(x, y).astype(self.dtype)
+
+        product = jax.lax.platform_dependent(x, y, cuda=on_cuda, default=elsewhere)
+        return jax.lax.optimization_barrier(c + jnp.asarray(beta, self.dtype) * product)
 
     def whole_shape(self, x: jax.Array) -> tuple[int, int]:
         """``(m, n)`` of the matrices, including the columns on other devices."""

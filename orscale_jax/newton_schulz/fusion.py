@@ -61,37 +61,49 @@ def fuse_small_on_gpu(xs: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def sum_all(
-    arrays: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]
-) -> list[jax.Array]:
-    """The sum of every array over its axes, which are in ascending order.
+    groups: Sequence[Sequence[jax.Array]], axes: Sequence[tuple[int, ...]]
+) -> list[Sequence[jax.Array]]:
+    """The sums of every array over its group's axes, which are in ascending order.
 
-    On a mesh each array is reduced alone, since arrays of one shape may be sharded
-    differently.
+    A group's arrays have one shape, and a GPU computes their sums in one pass: what
+    several of them are made of is read once. On a mesh each group is reduced alone, since
+    arrays of one shape may be sharded differently.
     """
 
-    def alone(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        return [jnp.sum(x, axis=along) for x, along in zip(arrays, axes, strict=True)]
+    def alone(groups: Sequence[Sequence[jax.Array]]) -> list[Sequence[jax.Array]]:
+        return [
+            [jnp.sum(x, axis=along) for x in group]
+            for group, along in zip(groups, axes, strict=True)
+        ]
 
-    def together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        results: dict[int, jax.Array] = {}
-        partial: dict[int, jax.Array] = {}
+    def together(groups: Sequence[Sequence[jax.Array]]) -> list[Sequence[jax.Array]]:
+        results: dict[int, Sequence[jax.Array]] = {}
+        partial: dict[int, Sequence[jax.Array]] = {}
         alike: dict[Any, list[int]] = {}
-        for i, (x, along) in enumerate(zip(arrays, axes, strict=True)):
-            if x.size <= _IN_ONE_KERNEL:
-                partial[i], rest = x, along
-            elif math.prod(x.shape[axis] for axis in along) <= _IN_ONE_KERNEL:
-                results[i] = jnp.sum(x, axis=along)
+        for i, (group, along) in enumerate(zip(groups, axes, strict=True)):
+            if group[0].size <= _IN_ONE_KERNEL:
+                partial[i], rest = group, along
+            elif math.prod(group[0].shape[axis] for axis in along) <= _IN_ONE_KERNEL:
+                results[i] = _in_one_pass(group, along)
                 continue
             else:
-                partial[i], rest = jnp.sum(x, axis=along[-1:]), along[:-1]
-            alike.setdefault((jax.typeof(partial[i]), rest), []).append(i)
+                partial[i], rest = _in_one_pass(group, along[-1:]), along[:-1]
+            kind = *map(jax.typeof, partial[i]), rest
+            alike.setdefault(kind, []).append(i)
         for (*_, rest), members in alike.items():
-            stack = jnp.stack([partial[i] for i in members])
-            finished = jnp.sum(stack, axis=tuple(1 + axis for axis in rest))
-            results.update(zip(members, finished, strict=True))
-        return [results[i] for i in range(len(arrays))]
+            stack = jnp.stack([x for i in members for x in partial[i]])
+            finished = iter(jnp.sum(stack, axis=tuple(1 + axis for axis in rest)))
+            results |= {i: [next(finished) for _ in partial[i]] for i in members}
+        return [results[i] for i in range(len(groups))]
 
-    return _on_gpus(together, alone, arrays)
+    return _on_gpus(together, alone, groups)
+
+
+def _in_one_pass(xs: Sequence[jax.Array], axes: tuple[int, ...]) -> Sequence[jax.Array]:
+    if len(xs) == 1:
+        return [jnp.sum(xs[0], axis=axes)]
+    zeros = tuple(jnp.zeros((), x.dtype) for x in xs)
+    return jax.lax.reduce(tuple(xs), zeros, lambda x, y: tuple(map(jnp.add, x, y)), axes)
 
 
 def with_layout(x: jax.Array, order: Sequence[int]) -> jax.Array:
@@ -99,13 +111,18 @@ def with_layout(x: jax.Array, order: Sequence[int]) -> jax.Array:
     return _layout_p.bind(x, order=tuple(order))
 
 
+def by_rows(x: jax.Array) -> jax.Array:
+    """An array in row-major order."""
+    return with_layout(x, range(x.ndim))
+
+
 def _on_gpus(
-    together: Callable[[Any], list[jax.Array]],
-    alone: Callable[[Any], list[jax.Array]],
-    xs: Sequence[jax.Array],
-) -> list[jax.Array]:
+    together: Callable[[Any], list[Any]],
+    alone: Callable[[Any], list[Any]],
+    xs: Sequence[Any],
+) -> list[Any]:
     """``together`` on a GPU if arrays can be merged there, else ``alone``."""
-    if len(xs) < 2 or typed_sharding.mesh_of(xs, None) is not None:
+    if len(xs) < 2 or typed_sharding.mesh_of(jax.tree.leaves(xs), None) is not None:
         return alone(xs)
     on_gpus: dict[str, Any] = dict.fromkeys(GPUS, together)
     return jax.lax.platform_dependent(list(xs), **on_gpus, default=alone)

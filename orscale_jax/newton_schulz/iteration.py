@@ -27,6 +27,7 @@ from orscale_jax.newton_schulz.arithmetic import (
     precondition,
 )
 from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
+from orscale_jax.newton_schulz.monic import monic_newton_schulz, monic_scales
 from orscale_jax.newton_schulz.restarts import Table, is_cheaper, restart_steps
 
 # The steps of one array: yields sums, and receives them as rounded operands.
@@ -118,15 +119,23 @@ def newton_schulz(
     pairs = [*zip(xs, arithmetics, strict=True)]
     starts = [precondition(x, settings.preconditioning, of_x) for x, of_x in pairs]
     by_gram = [is_cheaper(*of_x.whole_shape(x)) for x, of_x in pairs]
-    qs, unrolled = [start.x for start in starts], []
+    qs, unrolled = [start.x for start in starts], {}
+    plain = tuple(range(1, int(settings.steps))) if settings.is_static else ()
     for i, arithmetic in enumerate(arithmetics):
         # A loop would copy the operands that it carries.
-        if settings.is_static and (arithmetic.narrow or by_gram[i]):
-            unrolled.append(i)
-        else:
+        if not settings.is_static or not (arithmetic.narrow or by_gram[i]):
             qs[i] = in_a_loop(starts[i], settings, arithmetic)
+            continue
+        restarts = settings.restarts or () if by_gram[i] else plain
+        scales = None
+        if arithmetic.dtype == jnp.float16:
+            scales = monic_scales(settings.rows, restarts, arithmetic.scale)
+        if scales is None:
+            unrolled[i] = restarts
+        else:
+            given = settings.rows, restarts, scales, arithmetic
+            qs[i] = monic_newton_schulz(starts[i], *given)
     if unrolled:
-        plain = tuple(range(1, int(settings.steps)))
         rows: Any = _of_scaled(settings.rows, arithmetics[0].scale)
         # Also under jit, None is known while tracing, and 0 is not.
         rows = [(a, b, c or None) for a, b, c in rows]
@@ -136,7 +145,7 @@ def newton_schulz(
         factors = gram_newton_schulz(
             [starts[i] for i in unrolled],
             rows,
-            tuple(settings.restarts or () if by_gram[i] else plain for i in unrolled),
+            tuple(unrolled.values()),
             tuple(arithmetics[i] for i in unrolled),
         )
         for i, q in zip(unrolled, factors, strict=True):

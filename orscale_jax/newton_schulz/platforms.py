@@ -129,7 +129,8 @@ class Platform:
         """
 
         def sums(xs: Sequence[jax.Array]) -> list[jax.Array]:
-            totals = sum_all(xs, [(x.ndim - 2, x.ndim - 1) for x in xs])
+            found = sum_all([[x] for x in xs], [(x.ndim - 2, x.ndim - 1) for x in xs])
+            totals = [total for [total] in found]
             if at_once:
                 totals = jax.lax.optimization_barrier(totals)
             return [jnp.expand_dims(each, (-2, -1)) for each in fuse_small_on_gpu(totals)]
@@ -173,7 +174,7 @@ CPU = Platform(
 )
 # Launching a kernel takes a GPU time, and every array between two kernels memory.
 GPU = Platform(
-    _FLOAT16, Limits(stack_bytes=2**28, chunk_bytes=5 * 2**23), H100, normalizes="stack"
+    _FLOAT16, Limits(stack_bytes=2**28, chunk_bytes=2**27), H100, normalizes="stack"
 )
 # A TPU's kernel cannot prefetch the result of the kernel before it: between two products
 # of one chunk it runs one of another. Operands of 16 MiB fit into the core's own memory.

@@ -19,7 +19,7 @@ _MAX_ERROR = 2.5  # A segment's error, relative to that of the whole plain itera
 _MAX_GAIN = 2.0  # A negative eigenvalue's gain, relative to that of an eigenvalue 0.
 _MAX_OVERSHOOT = 0.01  # For large singular values; the tables' margins are smaller.
 _EQUAL_VALUES = 1024  # The number of equal singular values with the noisiest R.
-_GRID = np.concatenate([[0.0], np.geomspace(1e-4, 1, 300)])
+GRID = np.concatenate([[0.0], np.geomspace(1e-4, 1, 300)])
 
 
 def flops(m: int, n: int, steps: int, restarts: int) -> int:
@@ -55,7 +55,7 @@ def restart_steps(table: Table, unit: float) -> tuple[int, ...]:
       to j has such an error, with q the gain from there to j; forming X adds the largest
       gain; the steps after j multiply both by their gain at 0. In the plain iteration
       every segment has one step. E is the unit roundoff times the noise of
-      :func:`_ranges`, so that the unit cancels from the ratio that is bounded by 2.5.
+      :func:`ranges`, so that the unit cancels from the ratio that is bounded by 2.5.
     - *Negative eigenvalues.* An eigenvalue 0 of R may come out as -δ, and
       :math:`r \mapsto r z(r)^2` drives it away from zero. From
       :math:`-\tfrac12 \mathrm{unit} \cdot U^2`, the mean rounding of the largest
@@ -74,10 +74,10 @@ def restart_steps(table: Table, unit: float) -> tuple[int, ...]:
     rows = np.array(table)
     steps = len(rows)
     with np.errstate(all="ignore"):  # Tables that explode: no comparison with nan holds.
-        upper, noise = _ranges(rows)
+        upper, noise = ranges(rows)
 
         def formed(i: int, j: int) -> float:
-            gain = _gain(rows[i:j], (upper[i] * _GRID) ** 2)
+            gain = _gain(rows[i:j], (upper[i] * GRID) ** 2)
             return float(np.abs(gain).max() * upper[i])
 
         def error(i: int, j: int) -> float:
@@ -115,7 +115,7 @@ def _gain(rows: np.ndarray, r: np.ndarray) -> np.ndarray:
 
 def _drift(rows: np.ndarray, upper: float) -> float:
     """Largest error of q(R)X for errors of 1 in R, singular values in [0, upper]."""
-    s = upper * _GRID
+    s = upper * GRID
     r = s**2
     gain = _gain(rows, r)
     distance = np.subtract.outer(r, r)
@@ -123,14 +123,14 @@ def _drift(rows: np.ndarray, upper: float) -> float:
     return float(np.abs(np.subtract.outer(gain, gain) / distance * s).max())
 
 
-def _ranges(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def ranges(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Before every step: the largest singular value, and the noise of R.
 
     N equal singular values x of norm 1 have x = 1/√N. The rounding error of their Gram
     matrix has entries as large as the matrix itself has, with random signs; its spectral
     norm is therefore √N times the largest eigenvalue: at most p(x)²/x over all N.
     """
-    x = np.concatenate([_GRID, np.geomspace(_EQUAL_VALUES**-0.5, 1, 1000)])
+    x = np.concatenate([GRID, np.geomspace(_EQUAL_VALUES**-0.5, 1, 1000)])
     equal = x >= _EQUAL_VALUES**-0.5
     y, upper, noise = x, [], []
     for a, b, c in rows:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from orscale_jax.newton_schulz.fusion import by_rows
 from orscale_jax.newton_schulz.iteration import newton_schulz, one_by_one
 from orscale_jax.newton_schulz.platforms import Platform
 from orscale_jax.sharding import typed_sharding
@@ -41,8 +42,10 @@ def on_one_device(platform: Platform, xs: Sequence[jax.Array]) -> Sequence[jax.A
     plan = plan_stacks([StackKey.of(x) for x in packed], stack_bytes, stack_length)
     stacks = stack(packed, plan)
     if platform.normalizes == "stack":
-        stacks = platform.normalized(stacks)
+        stacks = platform.normalized([*map(by_rows, stacks)])
     qs = polar_in_chunks(platform, stacks, [None] * len(stacks))
+    if platform.normalizes == "stack":
+        qs = [*map(by_rows, qs)]
     return platform.unpack(unstack(qs, plan, like=xs))
 
 

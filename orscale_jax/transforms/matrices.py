@@ -117,15 +117,16 @@ class Matrices:
         """``fn(axes, *leaves)`` of the leaves of matrices; others as in the first."""
         return self.replace(trees[0], [fn(*row) for row in self.each(*trees)])
 
-    def sums(self, fn: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
-        """Scalars: the sum over every matrix of ``fn`` of its entries."""
-        parts = [
-            axes.part(fn(leaf), index)
-            for axes, leaf in self.each(tree)
+    def sums(self, fn: Callable[[jax.Array], jax.Array], *trees: PyTree) -> list[PyTree]:
+        """Scalars for each tree: the sum over every matrix of ``fn`` of its entries."""
+        groups = [
+            [axes.part(fn(leaf), index) for leaf in leaves]
+            for axes, *leaves in self.each(*trees)
             for index in range(len(axes.labels))
         ]
         along = [axes.within.matrix for axes in self.of_leaves for _ in axes.labels]
-        return self.scalars_of_batches(sum_all(parts, along))
+        totals = sum_all(groups, along)
+        return [self.scalars_of_batches([x[i] for x in totals]) for i in range(len(trees))]
 
     def at_once(
         self, fn: Callable[..., jax.Array], tree: PyTree, *scalars: PyTree

@@ -268,7 +268,7 @@ def where_nonzero_stage(
         mesh = typed_sharding.mesh_of(matrices.leaves(updates), None)
         # A sum of magnitudes is a single kernel. But a mesh would exchange it together
         # with some of the norms, which depend on it, and then needs more exchanges.
-        totals = matrices.sums(jnp.abs if mesh is None else count, updates)
+        [totals] = matrices.sums(jnp.abs if mesh is None else count, updates)
         zero = matrices.at_once(is_zero, updates, totals)
         updates, state = inner.update(updates, state, params, **extra_args)
         return matrices.map(keep, updates, zero), state

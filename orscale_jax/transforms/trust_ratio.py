@@ -224,7 +224,9 @@ def trust_ratio_stage(
             arguments = [jnp.asarray(number, before.dtype) for number in hyperparameters]
             return _calibrated(ratio.calibrate, before, *norms, *arguments)
 
-        squares = (matrices.sums(jnp.square, tree) for tree in (params, updates))
+        # D is not the sum that W and Q give by their norms and their product: where they
+        # cancel, all digits of that would be lost.
+        squares = matrices.sums(jnp.square, params, updates)
         numbers = matrices.at_once(next_numbers, updates, state.numbers, *squares)
         new = CalibratedTrustRatioState(numbers)
         return matrices.map(times_ratio, updates, new.trust_ratio), new

@@ -20,13 +20,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
-from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks.contenders import contenders, step_of
 from examples.benchmarks.gpu_session.session import Case, Measured
-from examples.benchmarks.models import Leaf, Leaves, gpt2, scanned_gpt2
-from examples.benchmarks.shapes import CASES, Shapes, copies, nominal_flops
+from examples.benchmarks.models import Leaf, Leaves, gpt2, of_shapes, scanned_gpt2
+from examples.benchmarks.shapes import CASES, copies, nominal_flops
 from examples.benchmarks.timing import TURNS, Quartiles, repeated, seconds_of
 from examples.pretrain.operation.peaks import peak_flops
 
@@ -35,14 +33,6 @@ OPTIMIZERS = ("orscale", "muon", "optax.contrib.muon", "optax.adamw", "normuon")
 BFLOAT16 = ("orscale, bfloat16", "muon, bfloat16")
 FEW = ("orscale", "muon", "optax.adamw")
 SMALL = "500 matrices of 32×64"
-
-
-def of_shapes(shapes: Shapes) -> Leaves:
-    """Matrices, or batches of them."""
-    return {
-        name: Leaf(shape, P(), Dims(len(shape) - 2, len(shape) - 1))
-        for name, shape in shapes.items()
-    }
 
 
 def mixture(layers: int, width: int, experts: int, hidden: int) -> Leaves:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from examples.benchmarks import roofline
+from examples.benchmarks import hlo_cost, roofline
 from tests.examples.benchmarks.test_hlo_cost import FUSION, NOTED, loop
 
 FORWARD = (
@@ -18,16 +18,33 @@ BACKWARD = FORWARD.replace("fmhaSoftmax", "fmhaSoftmaxBackward")
 
 @pytest.mark.parametrize("text, products", [(FORWARD, 2), (BACKWARD, 5)])
 def test_attention_counts_as_products(text, products):
-    [kernel] = roofline.kernels(text)
+    [kernel] = hlo_cost.kernels(text)
     assert kernel.flops == products * 2 * 8 * 12 * 1024 * 1024 * 64
     assert kernel.nbytes == 4 * 2 * 8 * 1024 * 12 * 64
     assert kernel.seconds == pytest.approx(2e-6 + kernel.flops / 650e12)
 
 
+CUBLAS = (
+    "ENTRY %main (x: f16[6,32,16], c: f16[6,32,32]) -> f16[6,32,32] {\n"
+    "  %x = f16[6,32,16]{2,1,0} parameter(0)\n"
+    "  %c = f16[6,32,32]{2,1,0} parameter(1)\n"
+    "  ROOT %out = (f16[6,32,32]{2,1,0}, s8[4096]{0}) custom-call(%x, %x, %c), "
+    'custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":'
+    '{"alpha_real":-0.5,"beta":BETA,"dot_dimension_numbers":'
+    '{"lhs_contracting_dimensions":["2"]}}}\n}\n'
+)
+
+
+def test_products_of_cublas_and_what_they_add():
+    [alone], [added] = (hlo_cost.kernels(CUBLAS.replace("BETA", x)) for x in "01")
+    assert added.flops == alone.flops == 2 * 6 * 32 * 32 * 16
+    assert added.adds and not alone.adds
+
+
 def test_a_loop_and_a_fusion():
-    [start, *body] = roofline.kernels(loop(noted=NOTED))
+    [start, *body] = hlo_cost.kernels(loop(noted=NOTED))
     assert [kernel.times for kernel in (start, *body)] == [1, 7, 7, 7]
-    [fused] = roofline.kernels(FUSION)
+    [fused] = hlo_cost.kernels(FUSION)
     assert fused.flops == 2 * 4 * 16 * 32
     assert fused.seconds == pytest.approx(2e-6 + fused.nbytes / 2.9e12)
 
