@@ -126,7 +126,9 @@ class Matrices:
         ]
         along = [axes.within.matrix for axes in self.of_leaves for _ in axes.labels]
         totals = sum_all(groups, along)
-        return [self.scalars_of_batches([x[i] for x in totals]) for i in range(len(trees))]
+        return [
+            self.scalars_of_batches([x[i] for x in totals]) for i in range(len(trees))
+        ]
 
     def at_once(
         self, fn: Callable[..., jax.Array], tree: PyTree, *scalars: PyTree
