@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.lax import DotAlgorithmPreset, Precision
+from jax.lax import Precision
 
 # The axis of the left operand that has the product's rows, and that of the right one
 # that has its columns. Each operand's other axis is summed over.
@@ -140,7 +140,8 @@ class Arithmetic:
         """
 
         def on_cuda(x: jax.Array, y: jax.Array) -> jax.Array:
-            return self._dot(x, y, (-2, -1), DotAlgorithmPreset.F16_F16_F32, self.dtype)
+            # Not F16_F16_F32, which exports to several platforms refuse.
+            return self._dot(x, y, (-2, -1), Precision.DEFAULT, self.dtype)
 
         def elsewhere(x: jax.Array, y: jax.Array) -> jax.Array:
             return self.product(x, y).astype(self.dtype)

@@ -105,7 +105,7 @@ def test_exported_programs_of_gpus_lack_the_constraints_of_layouts_alone():
     update = jax.jit(lambda x: orthogonalize().update(x, ())[0])
     compiled = update.trace(x).lower(lowering_platforms=("cuda",)).as_text()
     exported = jax.export.export(update, platforms=["cuda"])(x).mlir_module()
-    assert compiled.count("@LayoutConstraint") == 2
+    assert compiled.count("@LayoutConstraint") == 4
     assert "custom_call" not in exported
 
 
