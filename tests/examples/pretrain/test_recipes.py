@@ -251,7 +251,7 @@ _CALLS = {
 }
 _ROWS = re.findall(
     r"^\| `(.*)` \| (\d) \| (\d) \|$",
-    (ROOT / "docs" / "hyperparameters.md").read_text(),
+    (ROOT / "docs" / "hyperparameters.md").read_text().split("Start of a search")[0],
     re.MULTILINE,
 )
 ADVISED = {"adamw": (1, 1)} | {
