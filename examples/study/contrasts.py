@@ -250,7 +250,8 @@ def main() -> None:
     )
     titles = ["", "tokens", "ratio", "OrScale − Muon+Moonlight"]
     print(markdown(titles, first_batch()), end="\n\n")
-    titles = ["multiples of AdamW's rate", "OrScale minus OrScale at 1, 1", "lower in"]
+    titles = ["multiples of AdamW's rate", "loss minus the loss at 1, 1"]
+    titles += ["workloads with a lower loss"]
     print(markdown(titles, orscale_at_multiples()))
 
 
