@@ -46,6 +46,8 @@ class NewtonSchulz:
       by_strips: Whether large Gram matrices are computed in strips.
       hide_coefficients: Whether to hide the coefficients from the compiler: all steps
         then look the same to it, and it compiles one of them.
+      adds_products: Whether a kernel adds its product to an array, and rounds the sum:
+        then float16 takes :func:`monic_newton_schulz`.
     """
 
     steps: int | np.int32 | jax.Array
@@ -54,6 +56,7 @@ class NewtonSchulz:
     dtype: np.dtype[Any] | None = None
     by_strips: bool = False
     hide_coefficients: bool = False
+    adds_products: bool = False
 
     @classmethod
     def of(
@@ -128,7 +131,7 @@ def newton_schulz(
             continue
         restarts = settings.restarts or () if by_gram[i] else plain
         scales = None
-        if arithmetic.dtype == jnp.float16:
+        if settings.adds_products and arithmetic.dtype == jnp.float16:
             scales = monic_scales(settings.rows, restarts, arithmetic.scale)
         if scales is None:
             unrolled[i] = restarts

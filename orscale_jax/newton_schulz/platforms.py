@@ -47,8 +47,8 @@ class Platform:
       limits: How much goes through Newton–Schulz at once.
       hardware: The rates by which plans for a mesh are compared.
       normalizes: What is normalized at once: a ``"leaf"`` where it is computed, a
-        ``"stack"`` in few and large kernels, or a ``"matrix"`` in the loop over them,
-        with Gram matrices in strips.
+        ``"stack"`` in few and large kernels (as GPUs have, which also add products), or a
+        ``"matrix"`` in the loop over them, with Gram matrices in strips.
       hides_coefficients: Whether the compiler may not see coefficients.
       keeps_layouts: Whether stacks are filled in place, and shards keep the layout of
         parameters.
@@ -85,6 +85,7 @@ class Platform:
             dtype=self.dtype,
             by_strips=self.normalizes == "matrix",
             hide_coefficients=self.hides_coefficients,
+            adds_products=self.normalizes == "stack",
         )
 
     def packed_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:

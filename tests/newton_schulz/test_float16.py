@@ -73,7 +73,8 @@ def test_nothing_overflows(steps, preconditioning):
         )
         # At 1, the end of its interval, the polynomial is steep.
         difference = np.linalg.norm(q - expected, ord=2, axis=(1, 2))
-        assert difference.max() < (0.02 if steps == 1 else 0.2)
+        # 0.01 with float32 polynomials, times the margin of test_monic.py.
+        assert difference.max() < (1.8 * 0.01 if steps == 1 else 0.2)
     settings = NewtonSchulz(5, coefficient_table("dion"), "frobenius", FLOAT16)
     assert settings.arithmetic().scale ** 2 < LARGEST / 2
 

@@ -118,9 +118,8 @@ def test_tables_and_matrices_of_a_user():
     [
         ({}, "dion", 1e-6),
         ({"preconditioning": "aol"}, "dion", 1e-5),
-        # The form of static steps rounds each product, its multiple and the sum.
-        ({"dtype": jnp.float16}, "dion", 2e-2),
-        ({"dtype": jnp.float16}, "polar_express", 2e-2),
+        ({"dtype": jnp.float16}, "dion", 2e-3),
+        ({"dtype": jnp.float16}, "polar_express", 2e-3),
     ],
 )
 def test_traced_steps_and_coefficients_equal_static_ones(arguments, preset, atol):
@@ -206,11 +205,8 @@ def test_low_precision_is_rounded_to_and_stays_close(dtype):
     low = np.asarray(polar_factor(x, dtype=dtype), np.float64)
     full = np.asarray(polar_factor(x, dtype=jnp.float32), np.float64)
     error = np.linalg.norm(low - full) / np.linalg.norm(full)
-    # The form in float16 rounds more often, and multiplies its last product.
-    roundings = 8 if dtype == jnp.bfloat16 else 12
-    assert 10 * jnp.finfo(jnp.float32).eps < error < roundings * jnp.finfo(dtype).eps
-    if dtype == jnp.bfloat16:
-        np.testing.assert_array_equal(low, np.asarray(low.astype(dtype), np.float64))
+    assert 10 * jnp.finfo(jnp.float32).eps < error < 8 * jnp.finfo(dtype).eps
+    np.testing.assert_array_equal(low, np.asarray(low.astype(dtype), np.float64))
 
 
 @pytest.mark.extended
@@ -275,7 +271,8 @@ def test_products_of_the_program_for_each_platform(platform, dtype, operands):
     assert len(found) == (3 if operands == "f32" else 3 * 5)
     for before, after, line in found:
         assert before.count(f"x{operands}>") == 2, line
-        assert "xf32>" in after or operands == "f16", line  # GPUs add up in float32.
+        # GPUs add up in float32, and round the sum to float16.
+        assert "xf32>" in after or (platform, operands) == ("cuda", "f16"), line
         if platform == "tpu" and operands == "f32":
             assert "HIGHEST" in line
 
