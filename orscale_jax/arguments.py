@@ -83,15 +83,12 @@ class Arguments:
         r. :func:`~orscale_jax.by_path` and the functions for Flax, Equinox and Haliax
         make them.
 
-        If the argument is None, a leaf of two axes is a matrix, unless its class is
-        "embedding", "head", "norm", "scale" or "bias"
-        (:func:`~orscale_jax.diagnostics.layer_classes`). The names on the path of the
-        leaf decide its class. For example, a name that contains ``embed`` or the word
-        ``wte`` marks an embedding, and a name that ends in the word ``head`` marks a
-        head. AdamW trains leaves of these classes and leaves of fewer than two axes.
-        Other leaves of three or more axes raise an error. A router or a fused projection
-        of two axes is one matrix, and the column "check" of :func:`~orscale_jax.describe`
-        flags it.
+        If the argument is None, a 2-D leaf is a matrix, unless its names say that it is
+        an embedding, an output head, a norm, a scale or a bias
+        (:func:`~orscale_jax.diagnostics.layer_classes`; ``docs/parameters.md`` lists the
+        names). AdamW trains such leaves and leaves of fewer axes, and leaves of more axes
+        raise an error. A 2-D router or fused projection is then one matrix, and the
+        column "check" of :func:`~orscale_jax.describe` flags it.
       adam_learning_rate: The learning rate or schedule of AdamW. None:
         ``learning_rate``.
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).

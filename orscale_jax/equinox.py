@@ -50,14 +50,9 @@ def dimension_numbers(
     Args:
       model: The model, or a tree of modules. It may be abstract.
       *args: The arguments of a call of the model, which is traced to find its output
-        layer. Without them, only names show the output layer.
-      overrides: Rules as in :func:`orscale_jax.by_path`, for leaves with their stacked
-        axes. They take precedence over everything else.
-      rules: A mapping from types of modules to functions. A function takes a module and
-        returns a mapping from each attribute that is a parameter (or holds parameters) to
-        a :class:`orscale_jax.flax.Weight` (also available here), or to None for AdamW. A
-        rule also applies to subclasses without a rule, and replaces the library's rule
-        for the same type.
+        layer; without them, only names tell it.
+      overrides: See :func:`orscale_jax.flax.nnx_dimension_numbers`.
+      rules: See :func:`orscale_jax.flax.nnx_dimension_numbers`; ``Weight`` is also here.
       head_size: See :func:`orscale_jax.by_path`. No axis counts the heads of a
         ``MultiheadAttention``, so pass its ``qk_size``, or a mapping if its ``vo_size``
         is another number.

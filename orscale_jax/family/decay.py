@@ -25,10 +25,10 @@ def cautious(h: OrScaleArguments) -> Optimizer:
 
       D = \lambda \, \mathbf{1}[Q \odot W \geq 0] \odot W + sQ.
 
-    The decay stays coupled: r is measured on this D and scales it. The ceiling of r rises
-    from :math:`1 / (c \lambda)` to :math:`\|W\| / (c \lambda \|W_+\|)`, where :math:`W_+`
-    are the entries that decay. If half of the entries decay, this is a factor of about
-    :math:`\sqrt 2`. AdamW's decay does not change.
+    The decay stays coupled: r is measured on this D and scales it. Its ceiling rises from
+    :math:`1 / (c \lambda)` to :math:`\|W\| / (c \lambda \|W_+\|)`, with :math:`W_+` the
+    entries that decay: by about :math:`\sqrt 2` where half of them do. AdamW's decay is
+    unchanged.
 
     Returns:
       An optimizer. With ``r_min=1, r_max=1`` it is Muon with cautious decay.
