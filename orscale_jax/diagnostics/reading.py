@@ -58,7 +58,7 @@ class Reading(NamedTuple):
     weight_norm: PyTree
     #: ‖D‖ of the last update, 0 before the first one.
     direction_norm: PyTree
-    #: η·r̂·‖D‖/‖W‖ of the last update: how far W has moved, relative to its norm.
+    #: η·r̂·‖D‖/‖W‖ of the last update, the distance that W has moved relative to its norm.
     relative_step: PyTree
     #: ‖W'‖/‖W₀‖, where W₀ are the weights at the first direction at which W was not zero.
     #: c was set with these weights. 1 before this direction.
@@ -67,7 +67,7 @@ class Reading(NamedTuple):
     at_r_min: PyTree
     #: Whether the upper bound has lowered r.
     at_r_max: PyTree
-    #: Whether the matrix has had a direction. For an optimizer without ratios: whether
+    #: Whether the matrix has had a direction. For an optimizer without ratios, whether
     #: the momentum of the matrix is not zero.
     started: PyTree
     #: Whether c is set, and finite.
