@@ -1,4 +1,4 @@
-"""OrScale for JAX: orthogonalized optimization with layer-wise trust-ratio scaling."""
+"""Muon and OrScale for JAX: Optax optimizers for the weight matrices of a network."""
 
 from orscale_jax import family as family
 from orscale_jax.audit.describe import describe as describe

@@ -83,14 +83,12 @@ class Arguments:
         r. :func:`~orscale_jax.by_path` and the functions for Flax, Equinox and Haliax
         make them.
 
-        If the argument is None, a 2-D leaf is a matrix, unless a name on its path
-        contains ``embed`` or the word ``emb``, ``wte``, ``wpe``, ``vocab`` or ``logits``,
-        or ``tok`` or ``pos`` without that of a network (``pos_ffn``), or ends in the word
-        ``head`` or ``classifier``, or its class is "embedding", "head", "norm", "scale"
-        or "bias" (:func:`~orscale_jax.diagnostics.layer_classes`). AdamW trains such
-        leaves and leaves of fewer axes, and leaves of more axes raise an error. A 2-D
-        router or fused projection is then one matrix, and the column "check" of
-        :func:`~orscale_jax.describe` flags it.
+        If the argument is None, a 2-D leaf is a matrix, unless its names say that it is
+        an embedding, an output head, a norm, a scale or a bias
+        (:func:`~orscale_jax.diagnostics.layer_classes`; ``docs/parameters.md`` lists the
+        names). AdamW trains such leaves and leaves of fewer axes, and leaves of more axes
+        raise an error. A 2-D router or fused projection is then one matrix, and the
+        column "check" of :func:`~orscale_jax.describe` flags it.
       adam_learning_rate: The learning rate or schedule of AdamW. None:
         ``learning_rate``.
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).
@@ -105,14 +103,14 @@ class Arguments:
         or a schedule. None: ``weight_decay``.
       mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
         do not name a mesh. It must have the devices of the arrays. None: the mesh of the
-        context (``jax.set_mesh``), if there is one. The types of arrays on a mesh name
-        the mesh, so that None is usually right.
+        context (``jax.set_mesh``), if there is one. None is usually right, because the
+        types of arrays on a mesh name the mesh.
       slow_axes: The axes of the mesh that lead from one slice of a TPU pod, or from one
-        node of GPUs, to another: names such as ``("dcn",)``, or a mapping to the number
-        of slices along each, such as ``{"fsdp": 2}`` for an axis that spans two slices.
-        Work is shared over slow links only where that pays. None: the devices tell, if
-        the mesh is the mesh of the context (``jax.set_mesh``) or a concrete ``mesh``.
-        ``()``: no axis is slow.
+        node of GPUs, to another. Pass names such as ``("dcn",)``, or a mapping to the
+        number of slices along each axis, such as ``{"fsdp": 2}`` for an axis that spans
+        two slices. Work is shared over slow links only if sharing takes less time. None:
+        the devices tell which axes are slow, if the mesh is the mesh of the context
+        (``jax.set_mesh``) or a concrete ``mesh``. ``()``: no axis is slow.
       param_shardings: The shardings of the parameters (and gradients) on a mesh of Auto
         axes, where their types do not hold the shardings. A tree of
         :class:`jax.sharding.NamedSharding` or :class:`jax.sharding.PartitionSpec`, or of

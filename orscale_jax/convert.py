@@ -202,42 +202,45 @@ def convert_state(
 ) -> optax.OptState:
     r"""Convert the state of another optimizer, so that ``optimizer`` continues the run.
 
-    Both may be :func:`orscale`, :func:`muon`, one of the family,
+    Each of the two optimizers may be :func:`orscale`, :func:`muon`, one of the family,
     :func:`optax.contrib.muon` or :func:`optax.adamw`, in any of Optax's wrappers
-    (``chain``, ``partition``, ``MultiSteps``). The old optimizer may also be SGD. If a
-    state has no first moment of the gradients, as with :func:`optax.rmsprop` and
-    :func:`optax.novograd`, it is refused. Do not convert the states of
-    :func:`optax.lars`, :func:`optax.lion`, :func:`optax.adamax`, :func:`optax.adabelief`
-    and :func:`optax.contrib.adopt`: they look like those of SGD and AdamW, but their
-    moments are other quantities.
+    (``chain``, ``partition``, ``MultiSteps``). The old optimizer may also be SGD. A state
+    without a first moment of the gradients, as with :func:`optax.rmsprop` and
+    :func:`optax.novograd`, is refused. Do not convert the states of :func:`optax.lars`,
+    :func:`optax.lion`, :func:`optax.adamax`, :func:`optax.adabelief` and
+    :func:`optax.contrib.adopt`. They look like states of SGD and AdamW, but their moments
+    are other quantities.
 
     Arrays that both states hold for a parameter under the same name are kept: momentum,
-    AdamW's moments, c, r. Arrays of wrappers at the same place in both states are kept as
-    well, such as the ``weight_sum`` of :func:`optax.contrib.schedule_free`. New schedules
-    start at the step of the run, or at 0 if no count in the old state tells the step.
-    Bias corrections start at the age of their moments. Momentum is rounded to the new
-    ``mu_dtype``; "int8" to float32 and back changes nothing. Hyperparameters are those of
-    ``optimizer``. Everything else starts as in ``optimizer.init``, and a new c is
-    anchored at the next direction. A leaf may hold other matrices than before, such as a
-    matrix for each head or parts of a fused projection. Its momentum is kept, and the
-    numbers of each matrix, such as c, start over.
+    AdamW's moments, c and r. Arrays of wrappers at the same place in both states are kept
+    as well, such as the ``weight_sum`` of :func:`optax.contrib.schedule_free`. New
+    schedules start at the step of the run, or at 0 if no count in the old state tells the
+    step. Bias corrections start at the age of their moments. Momentum is rounded to the
+    new ``mu_dtype``; a conversion from "int8" to float32 and back changes nothing.
+    Hyperparameters are those of ``optimizer``. Everything else starts as in
+    ``optimizer.init``, and a new c is set at the next direction.
+
+    A leaf may hold other matrices than before, such as a matrix for each head or parts of
+    a fused projection. Its momentum is kept, and the numbers of each matrix, such as c,
+    start over.
 
     The momentum of :func:`optax.contrib.muon` is an average, :math:`(1 - \mu)` times the
-    sum M here, and the two terms of its Nesterov momentum have different bias
+    sum M of this library. The two terms of its Nesterov momentum have different bias
     corrections, whose difference vanishes as :math:`\mu^t`. M is scaled so that the next
-    Q is the same; later ones differ by less than :math:`\mu^t`, or not at all without
+    Q is the same. Later Q differ by less than :math:`\mu^t`, or not at all without
     ``nesterov``. AdamW's first moment is an average with another decay rate, so an M made
-    from it is an estimate.
+    from this moment is an estimate.
 
     Args:
-      state: The old optimizer's state, its ``flax.nnx.Optimizer``, or a tree of
-        dictionaries and lists that was restored without a target: of either of these, of
-        ``nnx.state`` of the optimizer, or of a ``TrainState``.
-      optimizer: The new optimizer. Given a ``flax.nnx.Optimizer``, the result is for its
-        ``opt_state``.
+      state: The state of the old optimizer, or its ``flax.nnx.Optimizer``. It may also be
+        a tree of dictionaries and lists that was restored without a target, from a
+        checkpoint of one of these, of ``nnx.state`` of the optimizer, or of a
+        ``TrainState``.
+      optimizer: The new optimizer. If it is a ``flax.nnx.Optimizer``, the result is for
+        its ``opt_state``.
       params: The parameters, or a model of Flax NNX.
-      momentum: :math:`\mu` of the matrices' momentum, in [0, 1); needed where one of the
-        states has an average and the other a sum.
+      momentum: :math:`\mu` of the matrices' momentum, in [0, 1). It is needed if one of
+        the states has an average and the other one has a sum.
       nesterov: Whether :func:`optax.contrib.muon` uses Nesterov's momentum.
       allow_new: Whether the old state may lack something, which then starts over. It may
         lack parameters, the moments of parameters that AdamW did not train before, and
@@ -247,16 +250,18 @@ def convert_state(
 
     Returns:
       A tree like ``optimizer.init(params)``, with its dtypes, also under ``jax.jit``. It
-      shares no array with ``state``, so that a step that donates it keeps ``state``.
+      shares no array with ``state``, so a step that donates the new state does not delete
+      ``state``.
 
     Raises:
       ValueError: If a parameter is missing from the old state (and ``allow_new`` is not
-        set), has another shape, or would need from AdamW a second moment that the state
-        does not hold; if the old state is of another kind of optimizer, ``momentum`` is
-        missing, a schedule would have to start at one of several steps that differ (under
-        ``jax.jit``, where steps are unknown, it starts at the first), the state holds an
-        array of a parameter several times under one name, or the new one holds moments of
-        no single parameter (:func:`optax.flatten`).
+        set), has another shape, or would need a second moment that the state does not
+        hold. Also if the old state belongs to another kind of optimizer, if ``momentum``
+        is missing, or if a schedule would have to start at one of several steps that
+        differ (under ``jax.jit``, where steps are unknown, it starts at the first of
+        them). Also if the old state holds an array of a parameter several times under one
+        name, or if the moments of the new state belong to no single parameter
+        (:func:`optax.flatten`).
 
     Example:
       >>> import jax.numpy as jnp, optax

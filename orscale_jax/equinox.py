@@ -38,28 +38,24 @@ def dimension_numbers(
     """Make ``weight_dimension_numbers`` of an Equinox model from its modules' types.
 
     Weights of ``Linear`` (and so of ``MLP`` and ``MultiheadAttention``), ``Conv`` and
-    ``ConvTranspose`` are matrices. Embeddings, norms, biases, depthwise convolutions and
-    parameters of fewer than two axes take AdamW, and so does an output layer, whose name
-    or trace shows it. Other names decide only about parameters of which no type does.
-    Axes that ``eqx.filter_vmap`` puts in front of those that a module declares are batch
-    axes. Recurrent cells, which concatenate the weights
-    of their gates, have one matrix per gate, and grouped convolutions that are not
-    depthwise have one per group: :class:`orscale_jax.BlockDimensionNumbers`.
+    ``ConvTranspose`` are matrices. AdamW trains embeddings, norms, biases, depthwise
+    convolutions and parameters of fewer than two axes. It also trains an output layer,
+    which a name or a trace of the model shows. Other names decide only about parameters
+    whose module type says nothing. If ``eqx.filter_vmap`` puts axes in front of the axes
+    that a module declares, these are batch axes. Recurrent cells concatenate the weights
+    of their gates, and have one matrix per gate. Grouped convolutions that are not
+    depthwise have one matrix per group. Both use
+    :class:`orscale_jax.BlockDimensionNumbers`.
 
     Args:
-      model: The model, or a tree of modules; may be abstract.
+      model: The model, or a tree of modules. It may be abstract.
       *args: The arguments of a call of the model, which is traced to find its output
         layer; without them, only names tell it.
-      overrides: Rules as in :func:`orscale_jax.by_path`, for leaves with their stacked
-        axes. They take precedence over everything else.
-      rules: A mapping from types of modules to functions. A function takes a module and
-        returns a mapping from each attribute that is a parameter (or holds parameters) to
-        a :class:`orscale_jax.flax.Weight` (also available here), or to None for AdamW. A
-        rule also applies to subclasses without a rule, and replaces the library's rule
-        for the same type.
+      overrides: See :func:`orscale_jax.flax.nnx_dimension_numbers`.
+      rules: See :func:`orscale_jax.flax.nnx_dimension_numbers`; ``Weight`` is also here.
       head_size: See :func:`orscale_jax.by_path`. No axis counts the heads of a
-        ``MultiheadAttention``: pass its ``qk_size``, a number, or a mapping if its
-        ``vo_size`` is another one.
+        ``MultiheadAttention``, so pass its ``qk_size``, or a mapping if its ``vo_size``
+        is another number.
       **kwargs: Keyword arguments of the call.
 
     Returns:

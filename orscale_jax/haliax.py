@@ -36,7 +36,8 @@ class NamedWeight:
 
     Attributes:
       reduction_axis: The axis or axes, or their names, that make up the rows.
-      output_axis: Those that make up the columns. All other axes are batch axes.
+      output_axis: The axis or axes, or their names, that make up the columns. All other
+        axes are batch axes.
 
     Example:
       >>> import haliax as hax
@@ -64,11 +65,11 @@ def dimension_numbers(
     """Make ``weight_dimension_numbers`` of a Haliax model from its modules' types.
 
     Weights of ``Linear`` (and so of ``MLP``), ``MoELinear``, ``Conv`` and
-    ``ConvTranspose`` are matrices, from their ``In`` (and window) to their ``Out``.
-    Embeddings, norms, biases, depthwise convolutions and parameters of fewer than two
-    axes take AdamW; other grouped convolutions need an override. Names on the path and
-    modules of Equinox are treated as in :func:`orscale_jax.equinox.dimension_numbers`,
-    whose arguments and errors it has.
+    ``ConvTranspose`` are matrices, from their ``In`` (and window) to their ``Out``. AdamW
+    trains embeddings, norms, biases, depthwise convolutions and parameters of fewer than
+    two axes. Other grouped convolutions need an override. Names on the path and modules
+    of Equinox are treated as in :func:`orscale_jax.equinox.dimension_numbers`. The
+    arguments and errors are the same as there.
 
     Dimension numbers stand in place of a named array, expressions of ``overrides`` match
     the paths of named arrays, and ``rules`` may return a :class:`NamedWeight` for each.

@@ -64,7 +64,8 @@ class ParameterRow:
         any reading of the axes); ``"element-wise"``, if its entries are, as those of
         AdamW and of signs; ``"other"``; or ``"none"``, if it has not moved after 128
         updates by one gradient (16, if others have). Decay does not count.
-      first_update_rms: The root mean square of that update, of the whole leaf.
+      first_update_rms: The root mean square of that update over the whole leaf, with the
+        weight decay.
     """
 
     path: str

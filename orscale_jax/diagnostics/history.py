@@ -101,8 +101,9 @@ class History:
       scalars: Names of columns with one number per step, such as ``"loss"``.
 
     Raises:
-      ValueError: If two columns have the same name, a scalar has that of an argument of
-        :meth:`append`, the file has other columns, or it was not written by a History.
+      ValueError: If two columns have the same name, if a scalar is called like an
+        argument of :meth:`append`, if the file has other columns, or if the file was not
+        written by a History.
 
     Example:
       >>> import pathlib, tempfile
@@ -160,9 +161,9 @@ class History:
           **scalars: Numbers of the step, by the name of their column.
 
         Raises:
-          ValueError: If a name is no column, the step is no whole number or not after the
-            last one, a scalar is no real number, or the matrices are not those of the
-            file.
+          ValueError: If a name is not the name of a column, if the step is not a whole
+            number or not after the last step, if a scalar is not a real number, or if the
+            matrices are not the matrices of the file.
         """
         step, measurements = validate.whole("step", step), measurements or {}
         unknown = {*measurements} - {*self.measurements} | {*scalars} - {*self.scalars}

@@ -34,10 +34,10 @@ def measure(
 ) -> dict[str, PyTree]:
     r"""Measure the momentum M of every matrix and its polar factor Q.
 
-    Call it every hundred steps or so, because unlike :func:`read` it has to compute. Q is
-    the polar factor of the M in the state. With Nesterov's momentum, the optimizer uses
-    the polar factor of :math:`\mu M + G` instead, and the state does not hold G. The
-    measurements are:
+    Call it every hundred steps or so: it computes quantities that the update has not
+    computed, unlike :func:`read`. Q is the polar factor of the M in the state. With
+    Nesterov's momentum, the optimizer uses the polar factor of :math:`\mu M + G` instead,
+    but the state does not hold G. The measurements are:
 
     ``"momentum_stable_rank"``
       :math:`\|M\|_F^2 / \|M\|_2^2`, between 1 and min(m, n); 0 for a zero matrix. Costs
@@ -47,8 +47,8 @@ def measure(
       orthogonal Q, 1 for a zero Q. It is small if Newton–Schulz has converged. Costs a
       Newton–Schulz and a product.
     ``"direction_angle"``
-      The angle between the Q of ``previous`` and this Q, in degrees: how much the
-      direction turned in between. Costs two Newton–Schulz.
+      The angle between the Q of ``previous`` and this Q, in degrees. It says how far the
+      direction has turned in between. Costs two Newton–Schulz.
 
     Singular values of large matrices take many times as long as Newton–Schulz. Sharded
     matrices are gathered on every device.
@@ -59,17 +59,18 @@ def measure(
       weight_dimension_numbers: The dimension numbers of the optimizer.
       names: The names of the measurements to take.
       previous: A state of an earlier step, for ``"direction_angle"``.
-      polar: Makes the polar factors of an array of shape (..., m, n):
-        :func:`orscale_jax.polar_factor`, with the optimizer's settings if it has others
-        than the defaults (``functools.partial(polar_factor, steps=8)``).
+      polar: The function that makes the polar factors of an array of shape (..., m, n).
+        The default is :func:`orscale_jax.polar_factor`. If the optimizer has other
+        settings of Newton–Schulz than the defaults, pass them, for example with
+        ``functools.partial(polar_factor, steps=8)``.
 
     Returns:
       Trees with one entry per matrix, by name, in float32 (float64 for float64), to be
       passed to :meth:`History.append` as ``measurements``.
 
     Raises:
-      ValueError: If a name is not known, ``previous`` is missing, :func:`read` would
-        refuse the state, or one has no momentum for these matrices.
+      ValueError: If a name is not known, if ``previous`` is missing, if :func:`read`
+        would refuse the state, or if a state has no momentum for these matrices.
 
     Example:
       >>> import jax.numpy as jnp

@@ -37,14 +37,15 @@ _FORMS = (
 class Reading(NamedTuple):
     r"""The result of :func:`read`: trees like the parameters.
 
-    A leaf of matrices has an array with one entry per matrix, of shape ``()`` for a plain
-    matrix, and dtype float32 (float64 for float64 parameters) or bool; every other leaf
-    has :class:`optax.MaskedNode`. A field is None if the optimizer's state does not hold
-    the quantity: :func:`orscale_jax.muon` has only ``weight_norm`` and ``started``. In a
-    partition of several optimizers, leaves whose optimizer does not hold it are masked.
+    For a leaf of matrices, each field has an array with one entry per matrix, of shape
+    ``()`` for a plain matrix. Its dtype is float32 (float64 for float64 parameters) or
+    bool. Every other leaf has :class:`optax.MaskedNode`. A field is None if the state of
+    the optimizer does not hold the quantity: with :func:`orscale_jax.muon`, a reading has
+    only ``weight_norm`` and ``started``. In a partition of several optimizers, a leaf is
+    masked if its own optimizer does not hold the quantity.
 
-    The *last update* is the one that led to ``params``; :math:`W` are the weights before
-    it, :math:`W'` those after it.
+    The *last update* is the one that led to ``params``. :math:`W` are the weights before
+    this update, and :math:`W'` are the weights after it.
     """
 
     #: The ratio r̂ of the last update. 1 before the first one.
@@ -55,20 +56,19 @@ class Reading(NamedTuple):
     calibration: PyTree
     #: ‖W'‖, of ``params``.
     weight_norm: PyTree
-    #: ‖D‖ of the last update, 0 before the first one. It is the norm of sQ in an ablation
-    #: that decouples the decay or measures the ratio on something else.
+    #: ‖D‖ of the last update, 0 before the first one.
     direction_norm: PyTree
-    #: η·r̂·‖D‖/‖W‖ of the last update, the fraction of itself by which W has moved.
+    #: η·r̂·‖D‖/‖W‖ of the last update, the distance that W has moved relative to its norm.
     relative_step: PyTree
-    #: ‖W'‖/‖W₀‖, where W₀ are the weights on which c was anchored, those at the first
-    #: direction at which W was not zero. 1 before it.
+    #: ‖W'‖/‖W₀‖, where W₀ are the weights at the first direction at which W was not zero.
+    #: c was set with these weights. 1 before this direction.
     growth: PyTree
     #: Whether the lower bound has raised r.
     at_r_min: PyTree
     #: Whether the upper bound has lowered r.
     at_r_max: PyTree
-    #: Whether the matrix has had a direction; of an optimizer without ratios, whether its
-    #: momentum is not zero.
+    #: Whether the matrix has had a direction. For an optimizer without ratios, whether
+    #: the momentum of the matrix is not zero.
     started: PyTree
     #: Whether c is set, and finite.
     anchored: PyTree
@@ -106,9 +106,9 @@ def read(
       A :class:`Reading`. It shares no array with ``state``.
 
     Raises:
-      ValueError: If the state is of another optimizer, has other matrices or no matrices,
-        a schedule is given and the state has no count, or one rate is given although the
-        state shows that groups have different rates.
+      ValueError: If the state belongs to another optimizer, or has other matrices or no
+        matrices. Also if you pass a schedule and the state has no count, or if you pass
+        one rate although the state shows that groups have different rates.
 
     Example:
       >>> import jax.numpy as jnp, optax

@@ -66,10 +66,10 @@ def summarize(
         as ``experts.up[3]``, are also reported one by one. None: no matrices.
 
     Returns:
-      Scalars by name, such as ``optimizer/trust_ratio/mean`` and
-      ``optimizer/share_at_r_max``, of a class
-      ``optimizer/attention_query/trust_ratio/p95``, of a matrix
-      ``optimizer/blocks.0.up.kernel/growth``. Arrays of JAX, also under ``jax.jit``.
+      Scalars by name, which are JAX arrays, also under ``jax.jit``. Examples of names are
+      ``optimizer/trust_ratio/mean`` and ``optimizer/share_at_r_max`` for all matrices,
+      ``optimizer/attention_query/trust_ratio/p95`` for a class, and
+      ``optimizer/blocks.0.up.kernel/growth`` for one matrix.
 
     Raises:
       ValueError: If ``reading`` is not a reading, ``classes`` does not fit, or
@@ -126,12 +126,13 @@ def tabulate(
 
     Returns:
       Arrays of equal length by name. The names are ``matrix``, ``class``, the fields of
-      the reading that are not None, and the measurements. A matrix whose optimizer does
-      not hold a field has NaN there, False for flags, and True for ``started``.
+      the reading that are not None, and the measurements. If the optimizer of a matrix
+      does not hold a field, the entry is NaN for numbers, False for flags, and True for
+      ``started``.
 
     Raises:
-      ValueError: If it is no reading, ``classes`` or a measurement does not fit, or an
-        array is also on devices of other processes.
+      ValueError: If ``reading`` is not a reading, if ``classes`` or a measurement does
+        not fit it, or if an array is also on devices of other processes.
 
     Example:
       >>> import jax.numpy as jnp

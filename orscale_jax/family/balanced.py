@@ -52,9 +52,10 @@ def aurora(h: _Aurora) -> Optimizer:
       U = \mathrm{NS}_k(X), \\
       Q &= \mathrm{NS}_k(X).
 
-    The second line is repeated ``pp_iterations - 1`` times. With :math:`m < n` it is the
-    same for the columns, the neurons. A square matrix takes Muon's step. Others go
-    through Newton–Schulz ``pp_iterations`` times, with as many exchanges on meshes.
+    The second line is repeated ``pp_iterations - 1`` times. If :math:`m < n`, the
+    columns, which are the neurons, take the place of the rows. A square matrix takes
+    Muon's step. All other matrices go through Newton–Schulz ``pp_iterations`` times, and
+    on a mesh they are exchanged as often.
 
     Returns:
       An optimizer with Muon's state.

@@ -121,7 +121,8 @@ def orscale_on_normuon(h: _OrScaleOnNorMuon) -> Optimizer:
       r = \frac{\|W\|_F}{c \|D\|_F + \varepsilon}, \qquad
       W \leftarrow W - \eta \, \hat r \, D,
 
-    with :math:`\hat Q` as in :func:`normuon`, whose step the first one is.
+    with :math:`\hat Q` as in :func:`normuon`. The first step is the same as with
+    :func:`normuon`.
 
     Returns:
       An optimizer. With ``r_min=1, r_max=1`` it is :func:`normuon`.

@@ -44,9 +44,10 @@ def hyperball(h: Arguments) -> Optimizer:
       W \leftarrow R \, \mathrm{normalize}(W - \eta R \, \mathrm{normalize}(Q)), \qquad
       R = \|W_0\|_F, \qquad \mathrm{normalize}(X) = X / \|X\|_F.
 
-    :math:`\eta` is the relative size of a step; public runs use 0.01 to 0.03, and set
-    ``adam_learning_rate`` separately. Matrices do not decay: ``weight_decay`` applies to
-    AdamW's parameters only. A matrix of one entry cannot move: give it to AdamW, too.
+    :math:`\eta` is the relative size of a step. Public runs use 0.003 to 0.03, and set
+    ``adam_learning_rate`` separately. Matrices do not decay, so ``weight_decay`` applies
+    only to the parameters that AdamW trains. A matrix of one entry cannot move. Give such
+    a matrix to AdamW.
 
     Returns:
       An optimizer.

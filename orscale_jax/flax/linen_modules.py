@@ -86,12 +86,12 @@ def linen_dimension_numbers(
 ) -> PyTree:
     """Make ``weight_dimension_numbers`` of a Linen model from the types of its modules.
 
-    The modules of a model are known only while it runs, so ``module.init`` is traced,
-    without computing anything. Kernels of ``Dense``, ``DenseGeneral`` (and so attention),
-    ``Einsum``, ``Conv``, ``ConvTranspose``, ``ConvLocal`` and of the cells made of them
-    are matrices, except the output layer's; the rest is as in
-    :func:`nnx_dimension_numbers`. Axes that ``nn.vmap`` or ``nn.scan`` add are batch
-    axes, wherever ``variable_axes`` puts them.
+    The modules of a model are known only while the model runs, so ``module.init`` is
+    traced, without computing anything. Kernels of ``Dense``, ``DenseGeneral`` (and so
+    attention), ``Einsum``, ``Conv``, ``ConvTranspose``, ``ConvLocal`` and of the cells
+    made of them are matrices, except the kernel of the output layer. All other parameters
+    are treated as in :func:`nnx_dimension_numbers`. Axes that ``nn.vmap`` or ``nn.scan``
+    add are batch axes, wherever ``variable_axes`` puts them.
 
     Args:
       module: The model, not bound.

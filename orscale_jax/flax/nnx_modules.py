@@ -33,20 +33,22 @@ def nnx_dimension_numbers(
     """Make ``weight_dimension_numbers`` of an NNX model from the types of its modules.
 
     Kernels of ``Linear``, ``LinearGeneral`` (and so ``MultiHeadAttention``), ``Einsum``,
-    ``Conv``, ``ConvTranspose``, ``LoRA`` and of the cells made of them are matrices, one
-    per gate where a cell's kernel holds several, and so are the adapters of low rank that
-    Qwix puts beside the parameters of any module. Embeddings, norms, biases, depthwise
-    convolutions and parameters of fewer than two axes take AdamW, and so does an output
-    layer, whose name shows it, or given the model's inputs the trace: it is the kernel
-    whose product becomes the model's output. Other names decide only about parameters of
-    which no type does. A variable that several modules share takes AdamW if one of them
-    says so. Axes that ``nnx.vmap`` or ``nnx.scan`` put in front of those that a module
-    declares are batch axes.
+    ``Conv``, ``ConvTranspose``, ``LoRA`` and of the cells made of them are matrices. If
+    the kernel of a cell holds several gates, each gate is a matrix. The adapters of low
+    rank that Qwix puts beside the parameters of any module are also matrices. AdamW
+    trains embeddings, norms, biases, depthwise convolutions and parameters of fewer than
+    two axes. It also trains an output layer, which is the kernel whose product becomes
+    the output of the model. Its name shows an output layer, or a trace if you pass the
+    inputs of the model. Other names decide only about parameters whose module type says
+    nothing. AdamW trains a variable that several modules share if one of the modules says
+    so. If ``nnx.vmap`` or ``nnx.scan`` put axes in front of the axes that a module
+    declares, these are batch axes.
 
     Args:
       model: The module whose variables are optimized.
       *args: The arguments of a call of the model, which is traced to find its output
-        layer: arrays or ``jax.ShapeDtypeStruct``. None: only names tell it.
+        layer: arrays or ``jax.ShapeDtypeStruct``. Without them, only names show the
+        output layer.
       wrt: Which variables are optimized, as for ``nnx.Optimizer``: ``nnx.LoRAParam`` if
         all others are frozen.
       overrides: Rules as in :func:`orscale_jax.by_path`, for leaves with their stacked

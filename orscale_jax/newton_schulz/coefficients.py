@@ -109,11 +109,12 @@ def polar_express_coefficients(
 ) -> np.ndarray:
     r"""Newton–Schulz coefficients for singular values in ``[lower_bound, 1]``.
 
-    Each row is the odd quintic nearest to 1 on the interval :math:`[\ell, u]` that is the
-    image of the rows before it; its own image is :math:`[p(\ell), 2 - p(\ell)]`. Such a
-    sequence is optimal among all compositions of as many odd quintics. The defaults give
-    the table that its authors publish for use in bfloat16, from which the preset
-    ``"polar_express"`` is made; the optimum itself has no safety factor.
+    Each row is an odd polynomial of degree five. It is the one nearest to 1 on the
+    interval :math:`[\ell, u]` that is the image of the rows before it, and its own image
+    is :math:`[p(\ell), 2 - p(\ell)]`. Such a sequence is optimal among all compositions
+    of as many odd polynomials of degree five. The defaults give the table that its
+    authors publish for use in bfloat16, from which the preset ``"polar_express"`` is
+    made. The optimum itself has no safety factor.
 
     Two things guard it against rounding, at some cost in accuracy. The safety factor
     :math:`s` divides the argument of every row but the last,
@@ -124,14 +125,16 @@ def polar_express_coefficients(
     image is centred at 1 again.
 
     Args:
-      lower_bound: Smallest singular value to bring to 1, relative to the Frobenius norm;
-        in [1e-12, 1). Smaller ones grow as fast as the rest allows.
+      lower_bound: The smallest singular value to bring to 1, relative to the Frobenius
+        norm; in [1e-12, 1). Smaller singular values grow as fast as the larger ones
+        allow.
       steps: Number of rows, at least 1.
-      safety_factor: At least 1. For small bounds it alone determines the stability
-        margin: about 0.8 % for 1.02, 2 % for 1.05. 1 means no safety: with the other
-        defaults 20 steps then tolerate relative errors of 2.6e-6, and with a bound of
-        1e-5 not even those of float32.
-      cushion: In [0, 1), relative to the interval's upper end; 0 means none.
+      safety_factor: A number of at least 1. For small bounds it alone determines the
+        stability margin, which is about 0.8 % for 1.02 and 2 % for 1.05. A factor of 1
+        means no safety: with the other defaults, 20 steps then tolerate relative errors
+        of 2.6e-6, and with a bound of 1e-5 not even the errors of float32.
+      cushion: A number in [0, 1), relative to the upper end of the interval. 0 means no
+        cushion.
 
     Returns:
       One ``(a, b, c)`` per step, of shape (steps, 3) and dtype float64, for ``coeffs``

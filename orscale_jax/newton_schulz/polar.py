@@ -25,16 +25,18 @@ def polar_factor(
 ) -> jax.Array:
     r"""Approximate the polar factor :math:`UV^\top` of :math:`x = U \Sigma V^\top`.
 
-    Newton–Schulz iteration on :math:`x / \|x\|_F`. The norm is computed in float32
-    (float64 where ``x`` or ``dtype`` is float64) from scaled entries, so that the result
-    does not depend on the scale of ``x``. Products accumulate in float32 and are rounded
-    to ``dtype`` once each, whatever ``jax_default_matmul_precision`` says. A zero matrix
-    gives zero; a matrix with a NaN or an infinity gives NaN.
+    The function runs the Newton–Schulz iteration on :math:`x / \|x\|_F`. The norm is
+    computed in float32 (float64 where ``x`` or ``dtype`` is float64) from scaled entries,
+    so that the result does not depend on the scale of ``x``. Products accumulate in
+    float32 and are rounded to ``dtype`` once each, whatever
+    ``jax_default_matmul_precision`` says. A zero matrix gives zero. A matrix with a NaN
+    or an infinity gives NaN.
 
-    Where one side is more than 1.5 times the other, and steps and coefficients are known
-    while tracing, the iteration runs on the Gram matrix (Zhang et al.), as far as the
-    dtype's rounding allows. Matrices whose rows or columns are sharded on Explicit axes
-    are gathered: :func:`orthogonalize` spreads the work instead.
+    If one side is more than 1.5 times as long as the other, and steps and coefficients
+    are known while JAX traces, the iteration runs on the Gram matrix (Zhang et al.), as
+    far as the rounding of the dtype allows. Matrices whose rows or columns are sharded on
+    Explicit axes are gathered on each device; :func:`orthogonalize` spreads the work
+    instead.
 
     Presets, with the range to which five steps bring normalized singular values in
     [1e-3, 1], and the relative error that each product may have without any singular

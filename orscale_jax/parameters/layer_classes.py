@@ -276,9 +276,10 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
       ``"attention latent up"``;
     - ``"mlp up"``, ``"mlp gate"``, ``"mlp down"``, and ``"mlp gate up"`` if fused; the
       same with ``"routed expert"`` and ``"shared expert"`` for ``"mlp"``; ``"router"``;
-    - ``"convolution"``, ``"embedding"``, ``"head"``, ``"norm"``, ``"bias"``; ``"scale"``:
-      gains and offsets outside norms, such as LayerScale's ``gamma``, and what else acts
-      entry by entry: ``log_std``, ``rho`` and Mamba's ``A_log``;
+    - ``"convolution"``, ``"embedding"``, ``"head"``, ``"norm"``, ``"bias"``; ``"scale"``
+      for gains and offsets outside norms, such as LayerScale's ``gamma``, and for other
+      parameters that act entry by entry, such as ``log_std``, ``rho`` and Mamba's
+      ``A_log``;
     - ``"other"``: everything else.
 
     Some names depend on their neighbours. A ``gate`` is the router if there are experts
@@ -289,9 +290,10 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
 
     Args:
       params: The parameters, which may be abstract, boxed or masked.
-      rules: Mapping, or sequence of pairs, from regular expressions over the paths, as in
-        :func:`orscale_jax.by_path`, to names of classes, which may be new. The first that
-        matches applies; where none does, the names decide as above.
+      rules: A mapping, or a sequence of pairs, from regular expressions over the paths,
+        as in :func:`orscale_jax.by_path`, to names of classes, which may be new. The
+        first expression that matches applies. Where no expression matches, the names
+        decide as above.
 
     Returns:
       A tree like the parameters, without boxes, with a string for each leaf. Pass it as

@@ -41,9 +41,10 @@ class Weight:
         other axes are a batch of matrices.
       blocks: The number of matrices of one size that lie side by side, such as the gates
         of a cell.
-      block_axis: The axis of ``shape`` along which they lie.
+      block_axis: The axis of ``shape`` along which these matrices lie.
       group_inputs: The axis of ``shape`` that counts the inputs of one group of a
-        convolution: if there is one input, it is depthwise, and no matrix.
+        convolution. If there is one input, the convolution is depthwise, and AdamW trains
+        it.
 
     Example:
       >>> from orscale_jax.flax import Weight

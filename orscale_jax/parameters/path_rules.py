@@ -44,32 +44,33 @@ def by_path(
 
     Paths are written with dots, as in :func:`describe` and in error messages:
     ``blocks.0.attention.query.kernel``. An expression matches if :func:`re.search` finds
-    it anywhere in the path, and the first expression that matches applies. An expression
-    that applies to no parameter is an error: it is misspelt, or comes after a broader
-    one. (If Optax has masked a part of the parameters, their names are unknown, and it is
-    no error.)
+    it anywhere in the path, and the first expression that matches applies. If an
+    expression applies to no parameter, it is misspelt, or comes after a broader
+    expression, and an error says so. (If Optax has masked a part of the parameters, their
+    names are unknown, and there is no error.)
 
     Args:
-      rules: Mapping, or sequence of pairs, from a regular expression to ``"matrix"`` (a
-        leaf of two axes, rows and columns), ``"adamw"``, or
-        :class:`optax.contrib.MuonDimensionNumbers` or :class:`BlockDimensionNumbers`
-        for leaves of any shape.
+      rules: A mapping, or a sequence of pairs, from regular expressions to rules. A rule
+        is ``"matrix"`` (for a leaf of two axes, rows and columns), ``"adamw"``, or an
+        :class:`optax.contrib.MuonDimensionNumbers` or :class:`BlockDimensionNumbers` for
+        leaves of any shape.
       otherwise: Dimension numbers of the parameters that no expression matches, in any
         form that ``weight_dimension_numbers`` of :func:`orscale` may have. None: the
         default rule.
-      head_size: The number of features of a head, if each head of attention is a matrix
-        of its own: 64, or 128 for one matrix of two neighbouring heads. A tuple: the
-        sizes of the parts of each head, such as key and value of latent attention. True:
-        the shapes tell, for projections that count heads along an axis. Or a mapping, or
-        sequence of pairs, from a regular expression to one of these, or to False for a
-        projection that stays whole; where no expression matches, True. After all other
-        rules, it splits the matrices of all projections whose class
-        (:func:`orscale_jax.diagnostics.layer_classes`) is attention's query, key, value,
-        output or a fusion of these.
+      head_size: The number of features of a head, if each head of attention should be a
+        matrix of its own, such as 64. With 128, two neighbouring heads of 64 are one
+        matrix. A tuple has the sizes of the parts of each head, such as the key and the
+        value of latent attention. True is for projections whose shapes count the heads
+        along an axis. A mapping, or a sequence of pairs, from regular expressions to
+        these values chooses by path; False keeps a projection whole, and a projection
+        that no expression matches is treated as with True. After all other rules,
+        ``head_size`` splits the matrices of all projections whose class
+        (:func:`orscale_jax.diagnostics.layer_classes`) is attention's query, key, value
+        or output, or a fusion of these.
 
     Returns:
-      A callable from a tree of parameters (also abstract ones) to its tree of dimension
-      numbers, with None for AdamW: pass it as ``weight_dimension_numbers``.
+      A callable from a tree of parameters, which may be abstract, to its tree of
+      dimension numbers, with None for AdamW. Pass it as ``weight_dimension_numbers``.
 
     Raises:
       ValueError: At once, if an expression or a rule is not valid. From the callable, if

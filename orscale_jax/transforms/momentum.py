@@ -34,10 +34,10 @@ SMALLEST_SCALE = 2.0**-119
 class Int8TraceState(NamedTuple):
     r"""State of the matrices' momentum under ``mu_dtype="int8"``: 1.0625 bytes an entry.
 
-    32 neighbours along one axis of a leaf are a block. The block's scale s is the largest
-    absolute value of its entries, rounded to bfloat16, and the code of an entry x the
-    integer q nearest to :math:`127 x / s`. The state stands for :math:`s q / 127`, which
-    differs from x by at most half a step, :math:`s / 254`, and a rounding error of
+    32 neighbours along one axis of a leaf are a block. The scale s of a block is the
+    largest absolute value of its entries, rounded to bfloat16. The code of an entry x is
+    the integer q nearest to :math:`127 x / s`. The state stands for :math:`s q / 127`,
+    which differs from x by at most half a step, :math:`s / 254`, and a rounding error of
     float32. :func:`orscale_jax.convert_state` converts it to floats and back.
 
     The blocks lie along the longest axis of the leaf's matrices, the leaf's last axis

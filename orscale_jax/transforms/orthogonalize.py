@@ -49,9 +49,10 @@ def orthogonalize(
         :func:`polar_express_coefficients` makes.
       ns_dtype: See ``dtype`` of :func:`polar_factor`.
       ns_preconditioning: See ``preconditioning`` of :func:`polar_factor`.
-      max_stack_bytes: The largest stack on each device, in bytes. Leaves whose matrices
-        have the same shape, or its transpose, go through Newton–Schulz together in
-        stacks. None: 256 MiB on GPU; 256 MiB and at most 32 leaves on CPU; 16 MiB on TPU.
+      max_stack_bytes: The largest size of a stack on each device, in bytes. Leaves whose
+        matrices have the same shape, or its transpose, go through Newton–Schulz together
+        in stacks. None: 256 MiB on GPU; 256 MiB and at most 32 leaves on CPU; 16 MiB on
+        TPU.
       mesh: See :func:`orscale`.
       slow_axes: See :func:`orscale`.
       param_shardings: See :func:`orscale`.

@@ -39,12 +39,13 @@ class AttentionHeads:
       axis: The axis of the heads.
       heads: The number of heads, if ``axis`` holds heads × features, head by head.
         None: ``axis`` counts heads alone.
-      span: ``(start, stop)`` along ``axis``: the positions of these heads, if others
-        (keys, values) share the axis. None: all of it.
-      part: ``(start, stop)`` along ``part_axis``: the features to scale, such as those of
-        k in a projection to k and v. None: all of them.
+      span: ``(start, stop)`` along ``axis``: the positions of these heads, if other heads
+        (keys, values) share the axis. None: the whole axis.
+      part: ``(start, stop)`` along ``part_axis``: the features to scale, such as the
+        features of k in a projection to k and v. None: all features.
       part_axis: The axis of ``part``. If it is ``axis``, ``part`` counts in each head.
-      layer_axes: Axes that count layers, if they are not those of the :class:`QueryKey`.
+      layer_axes: The axes that count layers, if they are not the ``layer_axes`` of the
+        :class:`QueryKey`.
 
     Example:
       >>> from orscale_jax import AttentionHeads
@@ -74,8 +75,9 @@ class QueryKey:
     Attributes:
       query: The query projections. In latent attention: the parts without rotation.
       key: The key projections. In latent attention: the parts without rotation.
-      rotary_query: Parts of the queries that are multiplied by a key that all heads share
-        and that is not scaled: the rotated part in latent attention. Otherwise empty.
+      rotary_query: The parts of the queries that are multiplied by a key that all heads
+        share and that is not scaled. Latent attention has such a rotated part. Leave the
+        argument empty for other attention.
       layer_axes: The axes of these parameters that count layers, in the order of the
         leading axes of ``max_logits``: ``(0,)`` for scanned layers.
 
@@ -106,9 +108,9 @@ def qk_clip(
 ) -> optax.GradientTransformationExtraArgs:
     r"""QK-Clip: scale down the query and key heads whose largest logit is too large.
 
-    Put it last in a chain, and pass ``update`` the largest attention logits of the
-    forward pass. Query head h, whose largest logit over batch and positions is
-    :math:`S_h`, has
+    Put it last in a chain, and pass the largest attention logits of the forward pass to
+    ``update``. Let :math:`S_h` be the largest logit of query head h over batch and
+    positions. Then
 
     .. math::
 
@@ -124,23 +126,24 @@ def qk_clip(
       q_h &: \quad \gamma_h / f_g \; (= \gamma_h^\alpha \text{ in a group of one}), \\
       q^R_h &: \quad \gamma_h, \qquad k^R : \quad 1,
 
-    so that all logits of head h are multiplied by :math:`\gamma_h`, also where only other
-    heads of its group are clipped: :math:`q_h` grows as its key shrinks. Where the factor
-    is 1, the update passes through bit for bit. :math:`q^R` and :math:`k^R` are the
-    rotated parts in latent attention, where all heads share one :math:`k^R`.
+    so that all logits of head h are multiplied by :math:`\gamma_h`. If only other heads
+    of its group are clipped, :math:`q_h` grows as its key shrinks. If the factor is 1,
+    the update does not change, bit for bit. :math:`q^R` and :math:`k^R` are the rotated
+    parts in latent attention, where all heads share one :math:`k^R`.
 
     Args:
       attentions: Which parameters are queries and keys: a :class:`QueryKey`, any pytree
         of them, or a callable from the parameters to one.
-      threshold: :math:`\tau`, above 0, of logits as they enter the softmax.
-      alpha: :math:`\alpha` in [0, 1]: the queries' share of the clip.
+      threshold: :math:`\tau`, above 0, for logits as they enter the softmax.
+      alpha: :math:`\alpha` in [0, 1], the share of the clip that the queries take.
 
     Returns:
       A transformation with :class:`QKClipState`. Its ``update`` needs ``params`` and
       ``max_logits``, a pytree like ``attentions`` of arrays of shape ``(layers..., query
-      heads)``. :math:`-\infty`, of a head whose logits are all masked, clips nothing; NaN
-      and :math:`\infty` give NaN in the heads concerned (and in those that share their
-      key). Computed in float32 (float64 for float64); updates keep their dtypes.
+      heads)``. A head whose logits are all masked has the largest logit :math:`-\infty`,
+      and is not clipped. NaN and :math:`\infty` give NaN in their heads, and in the heads
+      that share a key with them. The factors are computed in float32 (float64 for
+      float64), and updates keep their dtypes.
 
     Raises:
       ValueError: If an argument is not valid; from ``init`` and ``update``, if heads do

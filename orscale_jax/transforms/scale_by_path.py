@@ -21,18 +21,19 @@ def scale_by_path(
 ) -> optax.GradientTransformation:
     r"""Multiply the updates of some parameters: their learning rate, after an optimizer.
 
-    It works after any optimizer of Optax, ``optax.chain(optax.adamw(1e-3),
-    scale_by_path({"embed": 0.1}))``, and has no state. A decay that is part of the update
-    is multiplied, too. After :func:`~orscale_jax.family.hyperball` the norms of matrices
-    are no longer kept.
+    It has no state, and works after any optimizer of Optax:
+    ``optax.chain(optax.adamw(1e-3), scale_by_path({"embed": 0.1}))``. If the update
+    contains weight decay, the decay is multiplied as well. After
+    :func:`~orscale_jax.family.hyperball`, matrices no longer keep their norms.
 
     Args:
-      rules: Mapping, or sequence of pairs, from a regular expression over the paths, as
-        in :func:`by_path`, to a positive number; the first expression that matches
-        applies, and updates that none matches stay as they are. In place of a number, an
-        array gives each layer of a stack its own: it has the lengths of the leaf's first
-        axes, such as ``(24,)``, or as many axes as the leaf, with 1 along all but those
-        of layers, such as ``(1, 24, 1)``.
+      rules: A mapping, or a sequence of pairs, from regular expressions over the paths,
+        as in :func:`by_path`, to positive numbers. The first expression that matches
+        applies. Updates that no expression matches stay as they are. If a leaf holds
+        several layers, an array in place of a number gives each layer its own factor. The
+        array has the lengths of the first axes of the leaf, such as ``(24,)``, or as many
+        axes as the leaf, with length 1 along all axes but those of layers, such as ``(1,
+        24, 1)``.
 
     Returns:
       A transformation. Updates keep their shapes, dtypes and shardings; the product is

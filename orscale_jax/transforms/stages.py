@@ -93,14 +93,16 @@ def scale_by_shape(
 ) -> optax.GradientTransformation:
     r"""Scale every ``(m, n)`` matrix by :math:`s = \text{rms} \cdot \sqrt{\max(m, n)}`.
 
-    The entries of a semi-orthogonal Q then have root mean square ``consistent_rms``,
-    whatever its shape; 0.2 matches the updates of AdamW. The other modes follow other
-    implementations; m is the number of inputs and n that of outputs:
+    The entries of a semi-orthogonal Q of any shape then have the root mean square
+    ``consistent_rms``. The default, 0.2, matches the updates of AdamW. The other modes
+    follow other implementations, where m is the number of inputs and n is the number of
+    outputs:
 
     - ``"shape_scaling"``: :math:`s = \sqrt{\max(1, n / m)}`, as in Keller Jordan's Muon,
       :func:`optax.contrib.muon` and ``torch.optim.Muon``;
     - ``"unit_rms_norm"``: :math:`s = \sqrt{n / m}`, as in Scion and, by this name, in
-      Megatron-LM: the root mean square of the outputs is at most that of the inputs.
+      Megatron-LM. The root mean square of the outputs is at most the root mean square of
+      the inputs.
 
     Args:
       consistent_rms: The root mean square; ``None`` for :math:`s = 1`. (In Optax's own
@@ -143,9 +145,10 @@ def where_nonzero(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Apply ``inner``, and replace its result by 0 for every matrix whose update is 0.
 
-    OrScale computes D inside it: a matrix without momentum (an expert without tokens, a
-    frozen branch) rests, with :math:`D = 0` instead of :math:`D = \lambda W`. Numbers
-    below the smallest normal one of float32 (of float64 in float64) count as zero.
+    OrScale computes D inside this wrapper. A matrix without momentum (an expert without
+    tokens, a frozen branch) then rests, with :math:`D = 0` instead of :math:`D = \lambda
+    W`. Numbers below the smallest normal number of float32 (of float64 for float64) count
+    as zero.
 
     Args:
       inner: A transformation that keeps the updates' structure, such as

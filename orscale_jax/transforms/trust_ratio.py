@@ -113,26 +113,27 @@ def scale_by_calibrated_trust_ratio(
     weight at that step, and the anchor decides what :math:`d_0` is:
 
     ``"first"``
-      :math:`d_0 = \|D_0\|_F`, as in the paper: r starts at 1, and is from then on the
+      :math:`d_0 = \|D_0\|_F`, as in the paper. r starts at 1, and is from then on the
       growth of W divided by the growth of D. If the first direction has low rank (few
-      tokens, a small batch), later ones are larger, and the matrix keeps small ratios.
+      tokens, a small batch), later directions are larger, and the matrix keeps small
+      ratios.
     ``"largest"``
       :math:`d_0 = \max_t \|D_t\|_F` over the first ``anchor_steps`` directions of the
-      matrix: r starts at 1, and c falls at each direction that is larger than those
-      before.
+      matrix. r starts at 1, and c falls at each direction that is larger than all
+      directions before it.
 
     r is 1 before c is set, and wherever D or W is zero. A matrix whose norm is zero at
-    its first direction has no initial scale: it keeps r = 1 for good. A D that is not
-    finite never enters c and gives r = NaN.
+    its first direction has no initial scale, and always keeps r = 1. A D that is not
+    finite never enters c, and gives r = NaN.
 
-    Decay alone is no direction: :math:`D = \lambda W` would anchor
-    :math:`c = 1 / \lambda`. In a chain of your own, compute D inside
-    :func:`where_nonzero`, as :func:`orscale` does.
+    Decay alone should not set c, because :math:`D = \lambda W` would give :math:`c = 1 /
+    \lambda`. In a chain of your own, compute D inside :func:`where_nonzero`, as
+    :func:`orscale` does.
 
     Args:
-      calibrate: Whether to anchor c; if False, c = 1. It may change between runs: with
-        True, c is anchored at the next direction of a run that had c = 1; with False,
-        every c becomes 1.
+      calibrate: Whether to set c. If False, c = 1. The argument may change between runs:
+        with True, a run that had c = 1 sets c at its next direction; with False, every c
+        becomes 1.
       anchor: ``"first"`` or ``"largest"``.
       anchor_steps: The number of directions for ``"largest"``, at least 1.
       r_min: Lower bound of the ratio applied. ``-inf`` for none.

@@ -317,11 +317,11 @@ def test_a_run_says_first_which_rates_it_takes_and_why():
         rate = min(losses, key=losses.__getitem__)
         assert sorted(losses) == [rate / 2, rate, 2 * rate]
         shown = " | ".join(f"{losses[x]:.3f}" for x in sorted(losses))
-        assert f"| `{name}`, {rate:g} | {shown} |" in page
+        unit = "image" if name == "demo-vision" else "byte"
+        assert f"| `{name}`, nats per {unit} | {rate:g} | {shown} |" in page
         others = [row for row in rows if row["recipe"] == name][3:]
         assert [row["optimizer"] for row in others] == ["muon_moonlight", "orscale"]
         shown = " | ".join(f"{float(row['val_loss']):.3f}" for row in others)
-        unit = "image" if name == "demo-vision" else "byte"
         assert f"`{name}`, nats per {unit} | {losses[rate]:.3f} | {shown} |" in page
         line = rates_in_words(DEMOS[name])
         assert f"AdamW {rate:g}, the best one in docs/data/demo_rates.csv; " in line
