@@ -11,9 +11,7 @@ import optax
 
 from orscale_jax.arguments import OrScaleArguments, takes
 from orscale_jax.optimizers import Stages, build, orscale_chain
-from orscale_jax.transforms.matrices import (
-    Optimizer,
-)
+from orscale_jax.transforms.matrices import Optimizer
 from orscale_jax.trees.boxes import PyTree
 
 

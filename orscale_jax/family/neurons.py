@@ -16,12 +16,7 @@ from orscale_jax.arguments import MuonArguments, OrScaleArguments, takes
 from orscale_jax.optimizers import Stages, build, muon_chain, orscale_chain
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.matrices import (
-    Matrices,
-    Optimizer,
-    broadcast,
-    compute_dtype,
-)
+from orscale_jax.transforms.matrices import Matrices, Optimizer, broadcast, compute_dtype
 from orscale_jax.trees.boxes import PyTree
 
 FULL_RANK, KEPT = NORMS = ("full_rank", "kept")

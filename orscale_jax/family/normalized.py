@@ -14,11 +14,7 @@ from orscale_jax import validate
 from orscale_jax.arguments import MuonArguments, takes
 from orscale_jax.optimizers import Stages, build, muon_chain
 from orscale_jax.parameters.axes import MatrixAxes
-from orscale_jax.transforms.matrices import (
-    Matrices,
-    Optimizer,
-    broadcast,
-)
+from orscale_jax.transforms.matrices import Matrices, Optimizer, broadcast
 
 NEURONS, INPUTS = VECTORS = ("neurons", "inputs")
 

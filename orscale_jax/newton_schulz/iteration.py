@@ -109,9 +109,7 @@ class NewtonSchulz:
 
 
 def newton_schulz(
-    xs: Sequence[jax.Array],
-    settings: NewtonSchulz,
-    columns: Sequence[Any] | None = None,
+    xs: Sequence[jax.Array], settings: NewtonSchulz, columns: Sequence[Any] | None = None
 ) -> list[jax.Array]:
     """Polar factors of normalized matrices, by the form that takes fewer FLOPs.
 

@@ -26,14 +26,7 @@ from orscale_jax.parameters.dimension_numbers import (
     require_matrices,
 )
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.trees.boxes import (
-    PyTree,
-    annotated_spec,
-    box_like,
-    is_box,
-    rebox,
-    unbox,
-)
+from orscale_jax.trees.boxes import PyTree, annotated_spec, box_like, is_box, rebox, unbox
 from orscale_jax.trees.checks import (
     require_arrays,
     require_fitting,

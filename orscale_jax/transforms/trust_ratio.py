@@ -13,11 +13,7 @@ from orscale_jax import validate
 from orscale_jax.parameters.axes import MatrixAxes, square_root
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.matrices import (
-    Matrices,
-    broadcast,
-    on_matrices,
-)
+from orscale_jax.transforms.matrices import Matrices, broadcast, on_matrices
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.checks import require_params
 

@@ -25,10 +25,7 @@ SUMMARY = [
     "seconds_per_step",
 ]  # fmt: skip
 # Columns of the table: title, key of the summary, format.
-COLUMNS = (
-    ("accuracy", "val_accuracy", ".2%"),
-    ("s/step", "seconds_per_step", ".3f"),
-)
+COLUMNS = (("accuracy", "val_accuracy", ".2%"), ("s/step", "seconds_per_step", ".3f"))
 BASELINE = "adamw"
 MARKERS = {"adamw": "s", "muon_moonlight": "o", "orscale": "^"}
 
