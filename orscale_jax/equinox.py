@@ -50,13 +50,8 @@ def dimension_numbers(
       model: The model, or a tree of modules; may be abstract.
       *args: The arguments of a call of the model, which is traced to find its output
         layer; without them, only names tell it.
-      overrides: Rules as in :func:`orscale_jax.by_path`, for leaves with their stacked
-        axes. They take precedence over everything else.
-      rules: A mapping from types of modules to functions. A function takes a module and
-        returns a mapping from each attribute that is a parameter (or holds parameters) to
-        a :class:`orscale_jax.flax.Weight` (also available here), or to None for AdamW. A
-        rule also applies to subclasses without a rule, and replaces the library's rule
-        for the same type.
+      overrides: See :func:`orscale_jax.flax.nnx_dimension_numbers`.
+      rules: See :func:`orscale_jax.flax.nnx_dimension_numbers`; ``Weight`` is also here.
       head_size: See :func:`orscale_jax.by_path`. No axis counts the heads of a
         ``MultiheadAttention``: pass its ``qk_size``, a number, or a mapping if its
         ``vo_size`` is another one.
@@ -69,9 +64,7 @@ def dimension_numbers(
       takes it.
 
     Raises:
-      ValueError: If a type does not determine the axes of a parameter, or a leaf's shape
-        is not the one that its module declares (one error lists all of them), and in the
-        cases of :func:`orscale_jax.by_path`.
+      ValueError: In the same cases as :func:`orscale_jax.flax.nnx_dimension_numbers`.
 
     Example:
       >>> import equinox as eqx, jax

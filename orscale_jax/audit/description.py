@@ -6,7 +6,7 @@ import html
 import io
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from orscale_jax.audit.plan import Group, Plan
 from orscale_jax.parameters.expressions import matching
 from orscale_jax.parameters.layer_classes import EMBEDDING_OR_HEAD, VECTORS
-from orscale_jax.trees.merging import merged
+from orscale_jax.trees.names import merged
 
 _NAMES_WIDTH = 72  # Of the names shown for a group, which are one at least.
 
@@ -309,7 +309,10 @@ _COLUMNS = (
     _Column("", "m", _of_matrices(lambda row: row.m)),
     _Column("", "n", _of_matrices(lambda row: row.n)),
     _Column("s", "s", lambda row: row.scale),
-    _Column("‖W‖", "", lambda row: _range(row.norms or ())),
+    _Column(
+        "‖W‖", "",
+        lambda row: " … ".join(dict.fromkeys(f"{x:.4g}" for x in row.norms or ())),
+    ),
     _Column(
         "parameters", "parameters", lambda row: row.parameters,
         lambda name, total: None if name == "shared" else total.parameters,
@@ -327,10 +330,6 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _range(values: Iterable[float]) -> str:
-    return " … ".join(dict.fromkeys(f"{value:.4g}" for value in values))
 
 
 def _total(rows: Sequence[ParameterRow], shared_bytes: int = 0) -> Total:

@@ -27,11 +27,9 @@ class Traffic(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes over links of both kinds."""
         return self.fast_bytes + self.slow_bytes
 
     def plus(self, other: "Traffic") -> "Traffic":
-        """The traffic of both."""
         return Traffic(*(a + b for a, b in zip(self, other, strict=True)))
 
 
@@ -70,7 +68,6 @@ class CostModel(NamedTuple):
         )
 
     def seconds(self, cost: int) -> float:
-        """The time of a cost."""
         return cost / self.hardware.flops_per_second
 
 
@@ -110,7 +107,6 @@ class MatrixRange(NamedTuple):
 
     @property
     def matrices(self) -> int:
-        """The number of matrices."""
         return self.stop - self.start
 
 
@@ -125,7 +121,6 @@ class LayoutGroup:
 
     @functools.cached_property
     def matrices(self) -> int:
-        """The number of matrices."""
         return sum(part.matrices for part in self.slices)
 
     @property
@@ -169,17 +164,14 @@ class Bucket(NamedTuple):
 
     @property
     def slices(self) -> Iterator[MatrixRange]:
-        """The slices of all layout groups."""
         return itertools.chain.from_iterable(layout.slices for layout in self.layouts)
 
     @property
     def matrices(self) -> int:
-        """The number of matrices of a group of devices."""
         return sum(layout.matrices for layout in self.layouts)
 
     @property
     def replicas(self) -> int:
-        """The number of replicas in a group of devices."""
         return self.group_size // self.shards
 
     @property

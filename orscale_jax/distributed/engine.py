@@ -59,7 +59,6 @@ class PolarOptions:
         return vars(self) | without_devices(self.mesh, self.slow_axes)
 
     def platform(self, name: str) -> Platform:
-        """A platform with these options."""
         return self.platforms[name].running(self.settings, self.stack_bytes)
 
 

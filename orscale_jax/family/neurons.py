@@ -177,7 +177,13 @@ def neuron_rms_stage(
     def init(params: PyTree) -> NeuronRMSState:
         neurons = tuple(axes and axes.neurons for axes in matrices.axes)
         each = dataclasses.replace(matrices, axes=neurons)
-        return NeuronRMSState(each.full(params, 0.0, compute_dtype))
+        zeros = each.scalars(
+            params,
+            lambda axes, leaf: typed_sharding.full(
+                axes.batch_shape(leaf), 0.0, compute_dtype(leaf), leaf
+            ),
+        )
+        return NeuronRMSState(zeros)
 
     def update(
         updates: PyTree, state: NeuronRMSState, params: PyTree | None = None

@@ -138,15 +138,13 @@ class Arithmetic:
         XLA fuses an addition with a product if the product has the dtype of the other
         array, and that array is none that it would compute in the same kernel.
         """
-
-        def on_cuda(x: jax.Array, y: jax.Array) -> jax.Array:
+        product = jax.lax.platform_dependent(
+            x,
+            y,
             # Not F16_F16_F32, which exports to several platforms refuse.
-            return self._dot(x, y, (-2, -1), Precision.DEFAULT, self.dtype)
-
-        def elsewhere(x: jax.Array, y: jax.Array) -> jax.Array:
-            return self.product(x, y).astype(self.dtype)
-
-        product = jax.lax.platform_dependent(x, y, cuda=on_cuda, default=elsewhere)
+            cuda=lambda x, y: self._dot(x, y, (-2, -1), Precision.DEFAULT, self.dtype),
+            default=lambda x, y: self.product(x, y).astype(self.dtype),
+        )
         return jax.lax.optimization_barrier(c + jnp.asarray(beta, self.dtype) * product)
 
     def whole_shape(self, x: jax.Array) -> tuple[int, int]:

@@ -80,7 +80,6 @@ class NewtonSchulz:
 
     @property
     def traced(self) -> dict[str, jax.Array]:
-        """The traced settings by name."""
         settings = {"steps": self.steps, "table": self.table}
         return {k: v for k, v in settings.items() if isinstance(v, jax.core.Tracer)}
 

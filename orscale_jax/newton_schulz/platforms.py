@@ -17,7 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from orscale_jax.newton_schulz.arithmetic import normalize_all
-from orscale_jax.newton_schulz.fusion import fuse_small_on_gpu, sum_all, with_layout
+from orscale_jax.newton_schulz.fusion import (
+    by_rows,
+    fuse_small_on_gpu,
+    sum_all,
+    with_layout,
+)
 from orscale_jax.newton_schulz.hardware import H100, TPU_V5P, VIRTUAL, Hardware
 from orscale_jax.newton_schulz.iteration import NewtonSchulz
 
@@ -117,7 +122,7 @@ class Platform:
             return self.normalized(rounded, at_once=True)
         # Tall matrices are transposed as they are stacked. Without row-major order, XLA
         # propagates the transposed layout to gradient, momentum and weight.
-        return [with_layout(x, range(x.ndim)) for x in rounded]
+        return [*map(by_rows, rounded)]
 
     def normalized(
         self, xs: Sequence[jax.Array], at_once: bool = False
@@ -143,9 +148,7 @@ class Platform:
         """Factors as one device keeps them: of GPUs the tall ones in row-major order."""
         if self.normalizes != "stack":
             return qs
-        return [
-            with_layout(q, range(q.ndim)) if q.shape[-2] > q.shape[-1] else q for q in qs
-        ]
+        return [by_rows(q) if q.shape[-2] > q.shape[-1] else q for q in qs]
 
     def concatenate(self, parts: Sequence[jax.Array]) -> jax.Array:
         """A stack of matrices that do not leave their device."""
