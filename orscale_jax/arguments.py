@@ -69,8 +69,7 @@ class Arguments:
       ns_steps: The number k of Newton–Schulz steps, at least 1.
       ns_coeffs: The coefficients: ``"polar_express"``, ``"jordan"``, ``"dion"``,
         ``"deepseek_v4"`` (with ``ns_steps=10``) or a table of your own. See
-        :func:`~orscale_jax.polar_factor` and
-        :func:`~orscale_jax.polar_express_coefficients`.
+        :func:`~orscale_jax.polar_factor`.
       ns_dtype: The dtype of the operands of Newton–Schulz's products, which accumulate
         in float32. None: float16 on GPU, bfloat16 on TPU, float32 on CPU.
       ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
@@ -83,14 +82,12 @@ class Arguments:
         r. :func:`~orscale_jax.by_path` and the functions for Flax, Equinox and Haliax
         make them.
 
-        If the argument is None, a 2-D leaf is a matrix, unless a name on its path
-        contains ``embed`` or the word ``emb``, ``wte``, ``wpe``, ``vocab`` or ``logits``,
-        or ``tok`` or ``pos`` without that of a network (``pos_ffn``), or ends in the word
-        ``head`` or ``classifier``, or its class is "embedding", "head", "norm", "scale"
-        or "bias" (:func:`~orscale_jax.diagnostics.layer_classes`). AdamW trains such
-        leaves and leaves of fewer axes, and leaves of more axes raise an error. A 2-D
-        router or fused projection is then one matrix, and the column "check" of
-        :func:`~orscale_jax.describe` flags it.
+        If the argument is None, a 2-D leaf is a matrix, unless its names say that it is
+        an embedding, an output head, a norm, a scale or a bias
+        (:func:`~orscale_jax.diagnostics.layer_classes`; ``docs/parameters.md`` lists the
+        names). AdamW trains such leaves and leaves of fewer axes, and leaves of more axes
+        raise an error. A 2-D router or fused projection is then one matrix, and the
+        column "check" of :func:`~orscale_jax.describe` flags it.
       adam_learning_rate: The learning rate or schedule of AdamW. None:
         ``learning_rate``.
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).
@@ -221,10 +218,8 @@ class MuonArguments(Arguments):
 
     Args:
       consistent_rms: The root mean square of the entries of sQ. None: :math:`s = 1`.
-      scale_mode: The scale s of a matrix with m inputs and n outputs. ``"spectral"``:
-        :math:`s = \text{rms} \cdot \sqrt{\max(m, n)}`. ``"shape_scaling"``:
-        :math:`s = \sqrt{\max(1, n / m)}`. ``"unit_rms_norm"``:
-        :math:`s = \sqrt{n / m}`. Leave ``consistent_rms`` out with the last two. See
+      scale_mode: ``"spectral"``, for :math:`s = \text{rms} \cdot \sqrt{\max(m, n)}`, or
+        ``"shape_scaling"`` or ``"unit_rms_norm"``, without ``consistent_rms``. See
         :func:`~orscale_jax.scale_by_shape`.
     """
 

@@ -270,12 +270,6 @@ def _of_matrices(value: Callable[[ParameterRow], Any]) -> Callable[[ParameterRow
     return lambda row: value(row) if row.matrices else None
 
 
-def _class(row: ParameterRow) -> str:
-    """The class of a row; why AdamW has it, where neither name nor shape says so."""
-    unclear = row.rule == "adamw" and row.layer_class == "other"
-    return f"other ({row.why})" if unclear and row.why != "shape" else row.layer_class
-
-
 _COLUMNS = (
     _Column("parameter", "parameter", lambda row: row.name, lambda name, _: name, "<"),
     _Column(
@@ -295,7 +289,14 @@ _COLUMNS = (
     _Column(
         "its RMS", "first_update_rms", lambda row: row.first_update_rms, optional=True
     ),
-    _Column("class", "class", _class, side="<", nothing="other"),
+    _Column(
+        "class", "class",
+        # Why AdamW has it, where neither name nor shape says so.
+        lambda row: f"other ({row.why})"
+        if row.rule == "adamw" and row.layer_class == "other" and row.why != "shape"
+        else row.layer_class,
+        side="<", nothing="other",
+    ),
     _Column(
         "blocks", "blocks",
         lambda row: f"{row.blocks} contiguous" if row.blocks else "", optional=True,

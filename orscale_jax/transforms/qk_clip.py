@@ -184,8 +184,23 @@ def qk_clip(
         dtype = compute_dtype(params)
         tau, share = jnp.asarray(threshold, dtype), 1 - jnp.asarray(alpha, dtype)
         gammas, factors = list[jax.Array](), dict[Any, jax.Array]()
-        matched = _matched(modules, structure, max_logits)
-        for (_, parts), logits in zip(modules, matched, strict=True):
+        remedy = (
+            "pass to update, as max_logits=..., a tree like attentions with the largest "
+            "attention logits over batch and positions of the forward pass"
+        )
+        try:
+            logits_of_modules = structure.flatten_up_to(max_logits)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"max_logits does not fit ({error}): {remedy}.") from error
+        for (name, parts), logits in zip(modules, logits_of_modules, strict=True):
+            shape, dtype_given = np.shape(logits), getattr(logits, "dtype", type(logits))
+            wanted = parts[0][0].shape
+            if shape != wanted or not validate.is_real(dtype_given):
+                raise ValueError(
+                    f"max_logits of {name} has shape {shape} and dtype {dtype_given}: "
+                    f"{remedy}, here a real array of shape (layers..., query heads) = "
+                    f"{wanted}."
+                )
             largest = typed_sharding.gather(jnp.asarray(logits, dtype))
             gamma = jnp.where(largest > tau, tau / jnp.maximum(largest, tau), 1)
             # A gamma of zero has underflowed, and would erase the head for good.
@@ -337,23 +352,3 @@ def _place(
     of_axes = [*map(np.arange, sizes[:-1]), np.where(inside, head, 0)]
     index = tuple(along(i, values) for i, values in zip(axes, of_axes, strict=True))
     return Place(path, tuple(sizes), np.ravel_multi_index(index, sizes), mask)
-
-
-def _matched(modules: list[Any], structure: Any, max_logits: PyTree) -> list[Any]:
-    """The largest logits of each attention module."""
-    remedy = (
-        "pass to update, as max_logits=..., a tree like attentions with the largest "
-        "attention logits over batch and positions of the forward pass"
-    )
-    try:
-        entries = structure.flatten_up_to(max_logits)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"max_logits does not fit ({error}): {remedy}.") from error
-    for (name, [[query, *_], *_]), logits in zip(modules, entries, strict=True):
-        shape, dtype = np.shape(logits), getattr(logits, "dtype", type(logits))
-        if shape != query.shape or not validate.is_real(dtype):
-            raise ValueError(
-                f"max_logits of {name} has shape {shape} and dtype {dtype}: {remedy}, "
-                f"here a real array of shape (layers..., query heads) = {query.shape}."
-            )
-    return entries
