@@ -43,19 +43,15 @@ _SMALLEST_IN_STRIPS = 384
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """The dtypes and the form of matrix products.
+    """The dtypes and the form of matrix products."""
 
-    Attributes:
-      dtype: The operands' dtype.
-      columns: The devices that hold the other columns of the matrices, if any, as a
-        :class:`~orscale_jax.distributed.collectives.ColumnGroup`: all that the numerics
-        know of a mesh is how to sum over them.
-      by_strips: Whether large symmetric products are computed in strips, and the part
-        below the diagonal copied from the part above it.
-    """
-
-    dtype: jnp.dtype
+    dtype: jnp.dtype  # Of the operands.
+    # The devices that hold the other columns of the matrices, if any, as a ColumnGroup of
+    # distributed/collectives.py: all that the numerics know of a mesh is how to sum over
+    # them.
     columns: Any = None
+    # Whether large symmetric products are computed in strips, and the part below the
+    # diagonal copied from the part above it.
     by_strips: bool = False
 
     @property

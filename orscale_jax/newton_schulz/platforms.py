@@ -45,28 +45,19 @@ class Limits(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """The way from matrices to their polar factors on one platform.
+    """The way from matrices to their polar factors on one platform."""
 
-    Attributes:
-      dtype: The dtype of Newton–Schulz's operands.
-      limits: How much goes through Newton–Schulz at once.
-      hardware: The rates by which plans for a mesh are compared.
-      normalizes: What is normalized at once: a ``"leaf"`` where it is computed, a
-        ``"stack"`` in few and large kernels (as GPUs have, which also add products), or a
-        ``"matrix"`` in the loop over them, with Gram matrices in strips.
-      hides_coefficients: Whether the compiler may not see coefficients.
-      keeps_layouts: Whether stacks are filled in place, and shards keep the layout of
-        parameters.
-      settings: The Newton–Schulz iteration that the user has chosen.
-    """
-
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any]  # Of Newton–Schulz's operands.
     limits: Limits
-    hardware: Hardware
+    hardware: Hardware  # The rates by which plans for a mesh are compared.
+    # What is normalized at once: a leaf where it is computed, a stack in few and large
+    # kernels (as GPUs have, which also add products), or a matrix in the loop over them,
+    # with Gram matrices in strips.
     normalizes: Literal["leaf", "stack", "matrix"] = "leaf"
-    hides_coefficients: bool = False
+    hides_coefficients: bool = False  # From the compiler.
+    # Whether stacks are filled in place, and shards keep the layout of parameters.
     keeps_layouts: bool = False
-    settings: NewtonSchulz = DEFAULTS
+    settings: NewtonSchulz = DEFAULTS  # The iteration that the user has chosen.
 
     def running(self, settings: NewtonSchulz, stack_bytes: int | None = None) -> Self:
         """The platform with a user's settings and largest stack; None for its own."""
