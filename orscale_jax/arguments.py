@@ -69,8 +69,7 @@ class Arguments:
       ns_steps: The number k of Newton–Schulz steps, at least 1.
       ns_coeffs: The coefficients: ``"polar_express"``, ``"jordan"``, ``"dion"``,
         ``"deepseek_v4"`` (with ``ns_steps=10``) or a table of your own. See
-        :func:`~orscale_jax.polar_factor` and
-        :func:`~orscale_jax.polar_express_coefficients`.
+        :func:`~orscale_jax.polar_factor`.
       ns_dtype: The dtype of the operands of Newton–Schulz's products, which accumulate
         in float32. None: float16 on GPU, bfloat16 on TPU, float32 on CPU.
       ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
@@ -148,10 +147,14 @@ class Arguments:
     def __post_init__(self) -> None:
         """Check the arguments; the stages check those that are missing here."""
         for field in dataclasses.fields(self):
-            value = as_python_scalar(field.name, getattr(self, field.name))
-            if field.name in validate.SCHEDULED:
-                value = validate.scheduled(field.name, value)
-            object.__setattr__(self, field.name, value)
+            name, value = field.name, getattr(self, field.name)
+            if isinstance(value, np.generic | np.ndarray) and not value.ndim:
+                validate.not_rounded(name, value)
+                # NumPy's scalars would promote arrays to float64, where it is enabled.
+                value = value.item()
+            if name in validate.SCHEDULED:
+                value = validate.scheduled(name, value)
+            object.__setattr__(self, name, value)
         if not callable(self.param_shardings):
             specs = jax.tree.map(_spec_of, self.param_shardings, is_leaf=is_box)
             object.__setattr__(self, "param_shardings", specs)
@@ -187,30 +190,25 @@ class Arguments:
 
     @property
     def adam_rate(self) -> ScalarOrSchedule:
-        """AdamW's learning rate."""
         rate = self.adam_learning_rate
         return self.learning_rate if rate is None else rate
 
     @property
     def adam_decay(self) -> ScalarOrSchedule:
-        """AdamW's weight decay."""
         decay = self.adam_weight_decay
         return self.weight_decay if decay is None else decay
 
     @functools.cached_property
     def polar_options(self) -> PolarOptions:
-        """The settings of Newton–Schulz."""
         settings = self.ns_steps, self.ns_coeffs, self.ns_dtype, self.ns_preconditioning
         return polar_options(*settings, self.mesh, self.slow_axes)
 
     @property
     def scale(self) -> Scale:
-        """The scale s."""
         return Scale(rms=None, square=None)
 
     @property
     def ratio(self) -> TrustRatio | None:
-        """The trust ratio, if there is one."""
         return None
 
 
@@ -220,10 +218,8 @@ class MuonArguments(Arguments):
 
     Args:
       consistent_rms: The root mean square of the entries of sQ. None: :math:`s = 1`.
-      scale_mode: The scale s of a matrix with m inputs and n outputs. ``"spectral"``:
-        :math:`s = \text{rms} \cdot \sqrt{\max(m, n)}`. ``"shape_scaling"``:
-        :math:`s = \sqrt{\max(1, n / m)}`. ``"unit_rms_norm"``:
-        :math:`s = \sqrt{n / m}`. Leave ``consistent_rms`` out with the last two. See
+      scale_mode: ``"spectral"``, for :math:`s = \text{rms} \cdot \sqrt{\max(m, n)}`, or
+        ``"shape_scaling"`` or ``"unit_rms_norm"``, without ``consistent_rms``. See
         :func:`~orscale_jax.scale_by_shape`.
     """
 
@@ -232,7 +228,6 @@ class MuonArguments(Arguments):
 
     @functools.cached_property
     def scale(self) -> Scale:
-        """The scale s of these arguments."""
         return Scale.of(self.consistent_rms, self.scale_mode)
 
 
@@ -260,23 +255,8 @@ class OrScaleArguments(MuonArguments):
 
     @functools.cached_property
     def ratio(self) -> TrustRatio:
-        """The trust ratio of these arguments."""
-        return TrustRatio(
-            self.calibrate,
-            self.anchor,
-            self.anchor_steps,
-            self.r_min,
-            self.r_max,
-            self.eps,
-        )
-
-
-def as_python_scalar(name: str, value: Any) -> Any:
-    """Convert NumPy's scalars, which would promote arrays to float64 where enabled."""
-    if not isinstance(value, np.generic | np.ndarray) or value.ndim:
-        return value
-    validate.not_rounded(name, value)
-    return value.item()
+        rule = self.calibrate, self.anchor, self.anchor_steps
+        return TrustRatio(*rule, self.r_min, self.r_max, self.eps)
 
 
 def _spec_of(node: Any) -> Any:
@@ -293,6 +273,8 @@ def takes(
     before the section "Returns" of the function's own docstring.
     """
     signature = inspect.signature(arguments)
+    # A tuple, since what is in a closure has to be hashed and copied.
+    of_orscale = tuple(inspect.signature(OrScaleArguments).parameters)
     mro: tuple[type, ...] = getattr(arguments, "__mro__", ())
     docs = [inspect.cleandoc(cls.__doc__ or "") for cls in reversed(mro)]
     described = [doc.split("Args:\n")[1] for doc in docs if "Args:\n" in doc]
@@ -300,6 +282,7 @@ def takes(
     def decorate(make: Callable[[Given], Optimizer]) -> Callable[Parameters, Optimizer]:
         @functools.wraps(make)
         def optimizer(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Optimizer:
+            validate.arguments(make.__name__, signature, args, kwargs, of_orscale)
             return make(arguments(*args, **kwargs))
 
         head, returns, rest = (inspect.getdoc(make) or "").partition("\nReturns:")
@@ -308,7 +291,6 @@ def takes(
         result = "optax.GradientTransformationExtraArgs"
         shown = signature.replace(return_annotation=result)
         optimizer.__signature__ = shown  # type: ignore[attr-defined]
-        of_orscale = inspect.signature(OrScaleArguments).parameters
-        return validate.checks_arguments(optimizer, of_orscale)
+        return optimizer
 
     return decorate

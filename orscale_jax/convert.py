@@ -48,11 +48,9 @@ class _OldState:
         self.steps = {at: n for at, n in self.others.items() if self.counts_steps(at)}
 
     def has(self, owner: Path | None, *fields: str) -> bool:
-        """Whether it holds one of these fields of a parameter."""
         return any((field, owner) in self.of_params for field in fields)
 
     def shapes(self, owner: Path | None, *fields: str) -> set[tuple[int, ...]]:
-        """The shapes of these fields of a parameter."""
         held = [] if owner is None else [self.of_params.get((f, owner)) for f in fields]
         return {np.shape(entry.array) for arrays in held for entry in arrays or ()}
 
@@ -114,7 +112,11 @@ class _Conversion:
                     "length along one axis, pass allow_new=True: what both have is kept. "
                     "Otherwise start over with optimizer.init(params)."
                 )
-            old = _in_shape_of(entry.array, old)
+            lengths = list(itertools.zip_longest(shape, np.shape(old)))
+            if len(shape) != np.ndim(old) or sum(a != b for a, b in lengths) != 1:
+                return entry.array
+            both = tuple(map(slice, map(min, lengths)))
+            old = entry.array.at[both].set(jnp.asarray(old, entry.array.dtype)[both])
         # A copy, so that a donated step does not delete the arrays of the old state.
         return jnp.array(old, jnp.result_type(entry.array), copy=True)
 
@@ -332,15 +334,6 @@ def _is_variable(node: Any) -> bool:
     """Whether a node is what a variable of NNX becomes in a tree of dictionaries."""
     alone = isinstance(node, Mapping) and node.keys() == {"value"}
     return alone and bool(jax.tree_util.all_leaves([node["value"]]))
-
-
-def _in_shape_of(initial: jax.Array, old: Any) -> Any:
-    """The entries that both have, if one axis has another length; else the initial."""
-    shapes = list(itertools.zip_longest(initial.shape, np.shape(old)))
-    if initial.ndim != np.ndim(old) or sum(a != b for a, b in shapes) != 1:
-        return initial
-    both = tuple(slice(min(lengths)) for lengths in shapes)
-    return initial.at[both].set(jnp.asarray(old, initial.dtype)[both])
 
 
 def _decoded(arrays: Sequence[StateArray]) -> list[StateArray]:

@@ -65,9 +65,7 @@ def dimension_numbers(
       takes it.
 
     Raises:
-      ValueError: If a type does not determine the axes of a parameter, or a leaf's shape
-        is not the one that its module declares (one error lists all of them), and in the
-        cases of :func:`orscale_jax.by_path`.
+      ValueError: In the same cases as :func:`orscale_jax.flax.nnx_dimension_numbers`.
 
     Example:
       >>> import equinox as eqx, jax

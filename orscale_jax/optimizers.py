@@ -20,11 +20,7 @@ from orscale_jax.transforms.matrices import (
     Optimizer,
     on_parameters,
 )
-from orscale_jax.transforms.momentum import (
-    adam_stage,
-    float_dtype,
-    momentum_stage,
-)
+from orscale_jax.transforms.momentum import adam_stage, float_dtype, momentum_stage
 from orscale_jax.transforms.orthogonalize import orthogonalize_stage
 from orscale_jax.transforms.stages import (
     decay_stage,

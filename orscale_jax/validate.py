@@ -6,15 +6,12 @@ Values that are known only when the program runs (traced values, schedules) pass
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 #: The arguments that may be schedules.
 SCHEDULED = ("learning_rate", "weight_decay", "adam_learning_rate", "adam_weight_decay")
@@ -36,55 +33,49 @@ def refuse(name: str, value: Any, remedy: str) -> NoReturn:
     raise ValueError(f"{name}={value!r} is not valid: {remedy}.")
 
 
-def checks_arguments(
-    function: Callable[Parameters, Result], of_orscale: Collection[str] = ()
-) -> Callable[Parameters, Result]:
-    """Have a function say what to write for arguments that it does not take."""
-    signature = inspect.signature(function)
-    # Sorts of containers that can be hashed and copied, as those in a closure have to be.
-    known, name_of_function = dict(signature.parameters), function.__name__
-    of_orscale = tuple(of_orscale)
-
-    @functools.wraps(function)
-    def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        for name in (name for name in kwargs if name not in known):
-            parts = (_OTHER_NAMES.get(part, part) for part in name.split("_"))
-            likely = [ours := "_".join(parts), *_PAIRS.get(name, ())]
-            likely += [other for other in known if other.endswith(f"_{name}")]
-            likely += difflib.get_close_matches(ours, known, n=1)
-            suggestions = dict.fromkeys(other for other in likely if other in known)
-            hint = f"its arguments are {', '.join(known)}."
-            if name in of_orscale:
-                hint = f"{name} is orscale's argument; {name_of_function} has none."
-            elif name == "head_size" and "weight_dimension_numbers" in known:
-                hint = (
-                    "it is an argument of by_path and of nnx_dimension_numbers: pass "
-                    "weight_dimension_numbers=by_path({}, head_size=...)."
-                )
-            elif suggestions:
-                joined = " and " if name in _PAIRS else " or "
-                hint = f"did you mean {joined.join(suggestions)}?"
-            raise TypeError(
-                f"{name_of_function}() got an unexpected keyword argument {name!r}: "
-                f"{hint}"
+def arguments(
+    function: str,
+    signature: inspect.Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    of_orscale: Collection[str],
+) -> None:
+    """Say what to write in place of arguments that a function does not take."""
+    known = signature.parameters
+    for name in (name for name in kwargs if name not in known):
+        parts = (_OTHER_NAMES.get(part, part) for part in name.split("_"))
+        likely = [ours := "_".join(parts), *_PAIRS.get(name, ())]
+        likely += [other for other in known if other.endswith(f"_{name}")]
+        likely += difflib.get_close_matches(ours, known, n=1)
+        suggestions = dict.fromkeys(other for other in likely if other in known)
+        hint = f"its arguments are {', '.join(known)}."
+        if name in of_orscale:
+            hint = f"{name} is orscale's argument; {function} has none."
+        elif name == "head_size":
+            hint = (
+                "it is an argument of by_path and of nnx_dimension_numbers: pass "
+                "weight_dimension_numbers=by_path({}, head_size=...)."
             )
-        try:
-            bound = signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            by_name = [n for n, p in known.items() if p.kind is p.KEYWORD_ONLY]
-            remedy = f": pass {by_name[0]} and the others by name" if by_name else ""
-            remedy = remedy if "too many" in str(error) else ""
-            raise TypeError(f"{name_of_function}(): {error}{remedy}.") from None
-        for name, value in bound.items():
-            is_number = type(known[name].default) in (int, float)
-            if is_number and callable(value) and name not in SCHEDULED:
-                required = [n for n, p in known.items() if p.default is p.empty]
-                line = ", ".join([*required, f"{name}=schedule"])
-                line = f"optax.inject_hyperparams({name_of_function})({line})"
-                refuse(name, value, f"pass a number, or for a schedule write {line}")
-        return function(*args, **kwargs)
-
-    return called
+        elif suggestions:
+            joined = " and " if name in _PAIRS else " or "
+            hint = f"did you mean {joined.join(suggestions)}?"
+        raise TypeError(
+            f"{function}() got an unexpected keyword argument {name!r}: {hint}"
+        )
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        by_name = next(n for n, p in known.items() if p.kind is p.KEYWORD_ONLY)
+        remedy = f": pass {by_name} and the others by name"
+        remedy = remedy if "too many" in str(error) else ""
+        raise TypeError(f"{function}(): {error}{remedy}.") from None
+    for name, value in bound.items():
+        is_number = type(known[name].default) in (int, float)
+        if is_number and callable(value) and name not in SCHEDULED:
+            required = [n for n, p in known.items() if p.default is p.empty]
+            line = ", ".join([*required, f"{name}=schedule"])
+            line = f"optax.inject_hyperparams({function})({line})"
+            refuse(name, value, f"pass a number, or for a schedule write {line}")
 
 
 def is_real(dtype: Any) -> bool:
@@ -183,13 +174,11 @@ def whole(name: str, value: Any) -> int:
 
 
 def flag(name: str, value: Any) -> None:
-    """Refuse ``value`` unless it is True or False."""
     if not isinstance(value, bool | np.bool_):
         refuse(name, value, "pass True or False")
 
 
 def choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    """Refuse ``value`` unless it is one of ``choices``."""
     if not isinstance(value, str) or value not in choices:
         refuse(name, value, f"pass {' or '.join(map(repr, choices))}")
 
@@ -230,7 +219,6 @@ def transformation(name: str, value: Any) -> None:
 
 
 def mesh(name: str, value: Any) -> None:
-    """Refuse ``value`` unless it is a mesh or None."""
     if not isinstance(value, jax.sharding.Mesh | jax.sharding.AbstractMesh | None):
         refuse(name, value, "pass a jax.sharding.Mesh, or None")
 

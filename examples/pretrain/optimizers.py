@@ -56,10 +56,8 @@ def _ours(
     advised: tuple[float, float] = (1.0, 1.0),
     **fixed: Any,
 ) -> Optimizer:
-    """An optimizer with this library's names for what it has, or passes on to `muon`."""
-    has = dict(inspect.signature(constructor).parameters)
-    if "arguments" in has:
-        has |= inspect.signature(muon).parameters
+    """An optimizer with this library's names for what it has."""
+    has = inspect.signature(constructor).parameters
     given = {name: name for name in _SAME_NAME if name in has and name not in fixed}
     return Optimizer(label, constructor, given, fixed, advised, True, readable=True)
 

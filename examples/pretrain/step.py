@@ -14,7 +14,6 @@ from examples.pretrain.task import Metrics
 PyTree = Any
 Batch = Any
 # Of parameters, other variables and a batch.
-LossFn = Callable[[PyTree, PyTree, Batch], tuple[jax.Array, tuple[PyTree, Metrics]]]
 Gradient = Callable[[PyTree, PyTree, Batch], tuple[PyTree, PyTree, Metrics]]
 TrainStep = Callable[[State, Batch], tuple[State, Metrics]]
 
@@ -39,7 +38,13 @@ def make_train_step(setup: Setup, accumulation: int) -> TrainStep:
 
 def gradient_of(setup: Setup, accumulation: int = 1) -> Gradient:
     """The gradient on a batch, the model's other variables after it, and metrics."""
-    value_and_grad = jax.value_and_grad(loss_of(setup), has_aux=True)
+
+    def loss_of(params: PyTree, variables: PyTree, batch: Batch) -> Any:
+        model = setup.merge(params, variables)
+        loss, metrics = setup.task.loss(model, batch)
+        return loss, (split(model)[1], metrics)
+
+    value_and_grad = jax.value_and_grad(loss_of, has_aux=True)
 
     def at_once(params: PyTree, variables: PyTree, batch: Batch) -> Any:
         (_, (variables, metrics)), grads = value_and_grad(params, variables, batch)
@@ -48,17 +53,6 @@ def gradient_of(setup: Setup, accumulation: int = 1) -> Gradient:
     where = jax.tree.map(lambda x: x.sharding.spec, setup.abstract["params"])
     gradient = at_once if accumulation == 1 else in_turn(at_once, accumulation, where)
     return on_auto_axes(setup, gradient, (where, PartitionSpec(), PartitionSpec()))
-
-
-def loss_of(setup: Setup) -> LossFn:
-    """The loss, and with it the model's other variables after it, and metrics."""
-
-    def loss_fn(params: PyTree, variables: PyTree, batch: Batch) -> Any:
-        model = setup.merge(params, variables)
-        loss, metrics = setup.task.loss(model, batch)
-        return loss, (split(model)[1], metrics)
-
-    return loss_fn
 
 
 def in_turn(gradient: Gradient, count: int, where: PyTree) -> Gradient:

@@ -6,7 +6,7 @@ import html
 import io
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from orscale_jax.audit.plan import Group, Plan
 from orscale_jax.parameters.expressions import matching
 from orscale_jax.parameters.layer_classes import EMBEDDING_OR_HEAD, VECTORS
-from orscale_jax.trees.merging import merged
+from orscale_jax.trees.names import merged
 
 _NAMES_WIDTH = 72  # Of the names shown for a group, which are one at least.
 
@@ -271,12 +271,6 @@ def _of_matrices(value: Callable[[ParameterRow], Any]) -> Callable[[ParameterRow
     return lambda row: value(row) if row.matrices else None
 
 
-def _class(row: ParameterRow) -> str:
-    """The class of a row; why AdamW has it, where neither name nor shape says so."""
-    unclear = row.rule == "adamw" and row.layer_class == "other"
-    return f"other ({row.why})" if unclear and row.why != "shape" else row.layer_class
-
-
 _COLUMNS = (
     _Column("parameter", "parameter", lambda row: row.name, lambda name, _: name, "<"),
     _Column(
@@ -296,7 +290,14 @@ _COLUMNS = (
     _Column(
         "its RMS", "first_update_rms", lambda row: row.first_update_rms, optional=True
     ),
-    _Column("class", "class", _class, side="<", nothing="other"),
+    _Column(
+        "class", "class",
+        # Why AdamW has it, where neither name nor shape says so.
+        lambda row: f"other ({row.why})"
+        if row.rule == "adamw" and row.layer_class == "other" and row.why != "shape"
+        else row.layer_class,
+        side="<", nothing="other",
+    ),
     _Column(
         "blocks", "blocks",
         lambda row: f"{row.blocks} contiguous" if row.blocks else "", optional=True,
@@ -310,7 +311,10 @@ _COLUMNS = (
     _Column("", "m", _of_matrices(lambda row: row.m)),
     _Column("", "n", _of_matrices(lambda row: row.n)),
     _Column("s", "s", lambda row: row.scale),
-    _Column("‖W‖", "", lambda row: _range(row.norms or ())),
+    _Column(
+        "‖W‖", "",
+        lambda row: " … ".join(dict.fromkeys(f"{x:.4g}" for x in row.norms or ())),
+    ),
     _Column(
         "parameters", "parameters", lambda row: row.parameters,
         lambda name, total: None if name == "shared" else total.parameters,
@@ -328,10 +332,6 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _range(values: Iterable[float]) -> str:
-    return " … ".join(dict.fromkeys(f"{value:.4g}" for value in values))
 
 
 def _total(rows: Sequence[ParameterRow], shared_bytes: int = 0) -> Total:

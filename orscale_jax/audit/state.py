@@ -71,10 +71,7 @@ class AbstractState(NamedTuple):
         # optax.tree.map_params would find it, too, but calls init with a placeholder that
         # most label functions of optax.partition cannot read.
         validate.transformation("optimizer", optimizer)
-        with (
-            orthogonalize.initialized.open() as polar,
-            stages.scaled.open() as scaled,
-        ):
+        with orthogonalize.initialized.open() as polar, stages.scaled.open() as scaled:
             # A new function, so that it is traced.
             state = jax.eval_shape(lambda params: optimizer.init(params), params)
         state, bare = unbox(state), unbox(params)

@@ -21,8 +21,5 @@ from orscale_jax.diagnostics.problems import (
     find_problems as find_problems,
 )
 from orscale_jax.diagnostics.reading import Reading as Reading, read as read
-from orscale_jax.diagnostics.summaries import (
-    summarize as summarize,
-    tabulate as tabulate,
-)
+from orscale_jax.diagnostics.summaries import summarize as summarize, tabulate as tabulate
 from orscale_jax.parameters.layer_classes import layer_classes as layer_classes

@@ -299,7 +299,6 @@ def draw_growth(axes: Axes, run: Run) -> None:
 
 
 def draw_bounds(axes: Axes, run: Run) -> None:
-    """The shares of the matrices at both bounds."""
     shares = 100 * run.shown.groupby("step")[[*AT_BOUNDS]].mean()
     draw_lines(axes, run, shares.rename(columns=AT_BOUNDS))
     axes.set_ylim(0, 100)

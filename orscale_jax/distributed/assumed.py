@@ -22,7 +22,12 @@ def auto_spec(
     mesh: AbstractMesh,
     slices: Mapping[str, int],
 ) -> PartitionSpec:
-    """What is known of an array's sharding, if that agrees with its type, or assumed."""
+    """What is known of an array's sharding, if that agrees with its type, or assumed.
+
+    Assumed are as many axes as divide an array ``(*batch, m, n)``, the first ones first:
+    experts are then sharded by expert, layers by layer, and single matrices by rows. Axes
+    that only lead to other slices hold replicas.
+    """
     if known is not None:
         by_type = [
             tuple(name for name in names if name in mesh.explicit_axes)
@@ -30,17 +35,6 @@ def auto_spec(
         ]
         if by_type == [*map(typed_sharding.names, typed_sharding.spec(x))]:
             return known
-    return _assumed(x, mesh, slices)
-
-
-def _assumed(
-    x: jax.Array, mesh: AbstractMesh, slices: Mapping[str, int]
-) -> PartitionSpec:
-    """As many axes as divide an array ``(*batch, m, n)``, the first ones first.
-
-    Experts are then sharded by expert, layers by layer, and single matrices by rows. Axes
-    that only lead to other slices hold replicas.
-    """
     mapped = typed_sharding.mapped_axes()
     left = [
         name

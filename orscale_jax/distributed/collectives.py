@@ -43,7 +43,6 @@ class ColumnGroup:
 
 
 def axis_index(group: DeviceGroup) -> jax.Array:
-    """The index of this device in its group."""
     index = jax.lax.axis_index(group.axes)
     if group.is_whole:
         return index

@@ -27,11 +27,9 @@ class Traffic(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes over links of both kinds."""
         return self.fast_bytes + self.slow_bytes
 
     def plus(self, other: "Traffic") -> "Traffic":
-        """The traffic of both."""
         return Traffic(*(a + b for a, b in zip(self, other, strict=True)))
 
 
@@ -70,7 +68,6 @@ class CostModel(NamedTuple):
         )
 
     def seconds(self, cost: int) -> float:
-        """The time of a cost."""
         return cost / self.hardware.flops_per_second
 
 
@@ -110,7 +107,6 @@ class MatrixRange(NamedTuple):
 
     @property
     def matrices(self) -> int:
-        """The number of matrices."""
         return self.stop - self.start
 
 
@@ -125,7 +121,6 @@ class LayoutGroup:
 
     @functools.cached_property
     def matrices(self) -> int:
-        """The number of matrices."""
         return sum(part.matrices for part in self.slices)
 
     @property
@@ -140,46 +135,35 @@ class LayoutGroup:
 
 
 class Bucket(NamedTuple):
-    """Matrices that go through Newton–Schulz together.
+    """Matrices that go through Newton–Schulz together."""
 
-    Attributes:
-      layouts: The matrices, in the order of the devices to which they go: first those
-        with column shards, which all have the same number of them.
-      shape: ``(m, n)`` of a matrix, or of one column shard; smaller ones are padded.
-        Matrices that are sent are wide.
-      dtype: The dtype of the entries.
-      shard_axes: The axes of the mesh over which the matrices are sharded.
-      replica_axes: The axes along which devices that hold replicas share the work: along
-        the first perhaps only some neighbours.
-      group_size: The number of devices in a group.
-      shards: The number of shards of a matrix in a group, without replicas.
-      slice_counts: The numbers of slices among which its shards and its replicas are.
-      cost_model: The costs by which the bucket is compared with others.
-    """
-
+    # In the order of the devices to which they go: first those with column shards, which
+    # all have the same number of them.
     layouts: tuple[LayoutGroup, ...]
+    # (m, n) of a matrix, or of one column shard; smaller ones are padded. Matrices that
+    # are sent are wide.
     shape: tuple[int, int]
     dtype: np.dtype[Any]
-    shard_axes: MeshAxes
+    shard_axes: MeshAxes  # Those over which the matrices are sharded.
+    # Those along which devices that hold replicas share the work: along the first perhaps
+    # only some neighbours.
     replica_axes: MeshAxes
-    group_size: int
-    shards: int
+    group_size: int  # The number of devices in a group.
+    shards: int  # The number of shards of a matrix in a group, without replicas.
+    # The numbers of slices among which its shards and its replicas are.
     slice_counts: tuple[int, int] = (1, 1)
     cost_model: CostModel = DEFAULT_COSTS
 
     @property
     def slices(self) -> Iterator[MatrixRange]:
-        """The slices of all layout groups."""
         return itertools.chain.from_iterable(layout.slices for layout in self.layouts)
 
     @property
     def matrices(self) -> int:
-        """The number of matrices of a group of devices."""
         return sum(layout.matrices for layout in self.layouts)
 
     @property
     def replicas(self) -> int:
-        """The number of replicas in a group of devices."""
         return self.group_size // self.shards
 
     @property

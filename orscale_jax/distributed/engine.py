@@ -37,18 +37,13 @@ class PolarOptions:
     """Options of polar factors: the iteration, its memory, the mesh, the platforms.
 
     They are hashable: on one device, equal options share a compiled program.
-
-    Attributes:
-      settings: The iteration; its dtype is None for the platform's.
-      stack_bytes: The largest stack; None for the platform's limit.
-      mesh: The mesh of arrays whose types name none; None for that of the context.
-      slow_axes: The axes of the mesh that cross slow links; None to ask its devices.
-      platforms: The platforms, by the names of ``PLATFORMS``.
     """
 
-    settings: NewtonSchulz
-    stack_bytes: int | None = None
+    settings: NewtonSchulz  # Its dtype is None for the platform's.
+    stack_bytes: int | None = None  # The largest stack; None for the platform's limit.
+    # The mesh of arrays whose types name none; None for that of the context.
     mesh: Mesh | AbstractMesh | None = None
+    # The axes of the mesh that cross slow links; None to ask its devices.
     slow_axes: SlowAxes | None = dataclasses.field(default=None, hash=False)
     platforms: Mapping[str, Platform] = dataclasses.field(
         default_factory=lambda: PLATFORMS, hash=False
@@ -59,7 +54,6 @@ class PolarOptions:
         return vars(self) | without_devices(self.mesh, self.slow_axes)
 
     def platform(self, name: str) -> Platform:
-        """A platform with these options."""
         return self.platforms[name].running(self.settings, self.stack_bytes)
 
 

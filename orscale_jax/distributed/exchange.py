@@ -121,7 +121,10 @@ def on_shards(
 ) -> list[jax.Array]:
     """Polar factors of packed matrices whose shardings, ``specs``, are known."""
     specs = tuple(specs)
-    whole = list(map(sharded_array, packed, specs))
+    whole = [
+        ShardedArray(x.shape, x.dtype, typed_sharding.axes_of(spec, x.ndim))
+        for x, spec in zip(packed, specs, strict=True)
+    ]
     # Along an axis that jax.vmap maps over, devices hold different matrices, not copies.
     mapped = typed_sharding.mapped_axes()
     sizes = {name: size for name, size in mesh.shape.items() if name not in mapped}
@@ -196,12 +199,6 @@ def cost_model(platform: Platform) -> CostModel:
     if restarts is None:
         return CostModel(platform.hardware)
     return CostModel(platform.hardware, int(platform.settings.steps), len(restarts) + 1)
-
-
-def sharded_array(array: Any, spec: PartitionSpec) -> ShardedArray:
-    """An array as the plan sees it."""
-    rank = len(array.shape)
-    return ShardedArray(array.shape, array.dtype, typed_sharding.axes_of(spec, rank))
 
 
 def _send(

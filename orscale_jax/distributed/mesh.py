@@ -27,7 +27,6 @@ class DeviceGroup(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of devices in the group."""
         return math.prod(self.lengths[i] for i in self.order)
 
     @property
@@ -107,7 +106,6 @@ class MeshShape:
 
 
 def count_devices(axes: Iterable[str], mesh_shape: Mapping[str, int]) -> int:
-    """The number of devices along axes of the mesh."""
     return math.prod(mesh_shape[name] for name in axes)
 
 

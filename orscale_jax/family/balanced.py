@@ -16,12 +16,7 @@ from orscale_jax.arguments import MuonArguments, takes
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
 from orscale_jax.optimizers import Stages, build, muon_chain
 from orscale_jax.parameters.axes import MatrixAxes
-from orscale_jax.transforms.matrices import (
-    MakeStage,
-    Matrices,
-    Optimizer,
-    broadcast,
-)
+from orscale_jax.transforms.matrices import MakeStage, Matrices, Optimizer, broadcast
 from orscale_jax.trees.boxes import PyTree
 
 

@@ -11,9 +11,7 @@ import optax
 
 from orscale_jax.arguments import OrScaleArguments, takes
 from orscale_jax.optimizers import Stages, build, orscale_chain
-from orscale_jax.transforms.matrices import (
-    Optimizer,
-)
+from orscale_jax.transforms.matrices import Optimizer
 from orscale_jax.trees.boxes import PyTree
 
 
@@ -65,9 +63,10 @@ def cautious_stage(decay: optax.GradientTransformation) -> optax.GradientTransfo
         zeros = jax.tree.map(jnp.zeros_like, updates)
         decayed, state = decay.update(zeros, state, params)
         # Signs, since the product of two numbers may underflow or overflow.
-        signs = jax.tree.map(lambda u, d: jnp.sign(u) * jnp.sign(d), updates, decayed)
         added = jax.tree.map(
-            lambda u, d, sign: jnp.where(sign >= 0, u + d, u), updates, decayed, signs
+            lambda u, d: jnp.where(jnp.sign(u) * jnp.sign(d) >= 0, u + d, u),
+            updates,
+            decayed,
         )
         return added, state
 

@@ -16,12 +16,7 @@ from orscale_jax.arguments import MuonArguments, OrScaleArguments, takes
 from orscale_jax.optimizers import Stages, build, muon_chain, orscale_chain
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.matrices import (
-    Matrices,
-    Optimizer,
-    broadcast,
-    compute_dtype,
-)
+from orscale_jax.transforms.matrices import Matrices, Optimizer, broadcast, compute_dtype
 from orscale_jax.trees.boxes import PyTree
 
 FULL_RANK, KEPT = NORMS = ("full_rank", "kept")
@@ -183,7 +178,13 @@ def neuron_rms_stage(
     def init(params: PyTree) -> NeuronRMSState:
         neurons = tuple(axes and axes.neurons for axes in matrices.axes)
         each = dataclasses.replace(matrices, axes=neurons)
-        return NeuronRMSState(each.full(params, 0.0, compute_dtype))
+        zeros = each.scalars(
+            params,
+            lambda axes, leaf: typed_sharding.full(
+                axes.batch_shape(leaf), 0.0, compute_dtype(leaf), leaf
+            ),
+        )
+        return NeuronRMSState(zeros)
 
     def update(
         updates: PyTree, state: NeuronRMSState, params: PyTree | None = None

@@ -14,11 +14,7 @@ from orscale_jax import validate
 from orscale_jax.arguments import MuonArguments, takes
 from orscale_jax.optimizers import Stages, build, muon_chain
 from orscale_jax.parameters.axes import MatrixAxes
-from orscale_jax.transforms.matrices import (
-    Matrices,
-    Optimizer,
-    broadcast,
-)
+from orscale_jax.transforms.matrices import Optimizer, broadcast
 
 NEURONS, INPUTS = VECTORS = ("neurons", "inputs")
 
@@ -58,32 +54,24 @@ def muon_plus(h: _MuonPlus) -> Optimizer:
       Zhang et al. 2026, arXiv:2602.21545. Its scale is ``scale_mode="unit_rms_norm"``,
       and its momentum has no Nesterov term (``nesterov=False``).
     """
-
-    def chain(s: Stages) -> optax.GradientTransformation:
-        normalize = normalize_stage(h.order, h.eps, s.matrices)
-        normalized = optax.chain(s.orthogonalize, normalize)
-        return muon_chain(dataclasses.replace(s, orthogonalize=normalized))
-
-    return build(chain, h)
-
-
-def normalize_stage(
-    order: Sequence[str], eps: ArrayLike, matrices: Matrices
-) -> optax.GradientTransformation:
-    """Q to that of Muon+: vectors of each kind in turn, over their norms."""
-    order = (order,) if isinstance(order, str) else order
+    order = (h.order,) if isinstance(h.order, str) else h.order
     if not isinstance(order, tuple | list) or not order:
         validate.refuse("order", order, "pass 'neurons' or 'inputs' or a list of them")
     for vectors in order:
         validate.choice("order", vectors, VECTORS)
-    validate.number("eps", eps, at_least=0)
+    validate.number("eps", h.eps, at_least=0)
 
     def normalize(axes: MatrixAxes, x: jax.Array) -> jax.Array:
         for vectors in order:
             each = axes.neurons if vectors == NEURONS else axes.inputs
-            square = each.reduce(jnp.sum, jnp.square(x)) + jnp.asarray(eps, x.dtype)
+            square = each.reduce(jnp.sum, jnp.square(x)) + jnp.asarray(h.eps, x.dtype)
             inverse = jax.lax.rsqrt(jnp.where(square == 0, 1, square))
             x = broadcast(each, inverse, x) * x
         return x
 
-    return optax.stateless(lambda updates, _: matrices.map(normalize, updates))
+    def chain(s: Stages) -> optax.GradientTransformation:
+        normalized = optax.stateless(lambda q, _: s.matrices.map(normalize, q))
+        q = optax.chain(s.orthogonalize, normalized)
+        return muon_chain(dataclasses.replace(s, orthogonalize=q))
+
+    return build(chain, h)

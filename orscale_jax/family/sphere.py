@@ -13,12 +13,7 @@ from orscale_jax.newton_schulz.arithmetic import largest_magnitude
 from orscale_jax.optimizers import Stages, build
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.matrices import (
-    Matrices,
-    Optimizer,
-    broadcast,
-    compute_dtype,
-)
+from orscale_jax.transforms.matrices import Matrices, Optimizer, broadcast, compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.checks import require_params
 from orscale_jax.trees.names import quoted

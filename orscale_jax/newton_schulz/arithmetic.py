@@ -43,19 +43,15 @@ _SMALLEST_IN_STRIPS = 384
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """The dtypes and the form of matrix products.
+    """The dtypes and the form of matrix products."""
 
-    Attributes:
-      dtype: The operands' dtype.
-      columns: The devices that hold the other columns of the matrices, if any, as a
-        :class:`~orscale_jax.distributed.collectives.ColumnGroup`: all that the numerics
-        know of a mesh is how to sum over them.
-      by_strips: Whether large symmetric products are computed in strips, and the part
-        below the diagonal copied from the part above it.
-    """
-
-    dtype: jnp.dtype
+    dtype: jnp.dtype  # Of the operands.
+    # The devices that hold the other columns of the matrices, if any, as a ColumnGroup of
+    # distributed/collectives.py: all that the numerics know of a mesh is how to sum over
+    # them.
     columns: Any = None
+    # Whether large symmetric products are computed in strips, and the part below the
+    # diagonal copied from the part above it.
     by_strips: bool = False
 
     @property
@@ -138,15 +134,13 @@ class Arithmetic:
         XLA fuses an addition with a product if the product has the dtype of the other
         array, and that array is none that it would compute in the same kernel.
         """
-
-        def on_cuda(x: jax.Array, y: jax.Array) -> jax.Array:
+        product = jax.lax.platform_dependent(
+            x,
+            y,
             # Not F16_F16_F32, which exports to several platforms refuse.
-            return self._dot(x, y, (-2, -1), Precision.DEFAULT, self.dtype)
-
-        def elsewhere(x: jax.Array, y: jax.Array) -> jax.Array:
-            return self.product(x, y).astype(self.dtype)
-
-        product = jax.lax.platform_dependent(x, y, cuda=on_cuda, default=elsewhere)
+            cuda=lambda x, y: self._dot(x, y, (-2, -1), Precision.DEFAULT, self.dtype),
+            default=lambda x, y: self.product(x, y).astype(self.dtype),
+        )
         return jax.lax.optimization_barrier(c + jnp.asarray(beta, self.dtype) * product)
 
     def whole_shape(self, x: jax.Array) -> tuple[int, int]:

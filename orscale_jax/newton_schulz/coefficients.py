@@ -176,7 +176,6 @@ def polar_express_coefficients(
 
 
 def evaluate(row: np.ndarray, x: np.ndarray | float) -> np.ndarray:
-    """The odd quintic at ``x``."""
     a, b, c = row
     square = np.square(x)
     return x * (a + square * (b + square * c))

@@ -112,7 +112,6 @@ def with_layout(x: jax.Array, order: Sequence[int]) -> jax.Array:
 
 
 def by_rows(x: jax.Array) -> jax.Array:
-    """An array in row-major order."""
     return with_layout(x, range(x.ndim))
 
 

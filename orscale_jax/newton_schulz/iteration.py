@@ -36,26 +36,18 @@ Chain: TypeAlias = Generator[jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class NewtonSchulz:
-    """The settings of the iteration, already checked; hashable unless some are traced.
+    """The settings of the iteration, already checked; hashable unless some are traced."""
 
-    Attributes:
-      steps: The number of steps; may be traced.
-      table: Coefficients from :func:`coefficient_table`; may be traced.
-      preconditioning: ``"frobenius"`` or ``"aol"``.
-      dtype: The dtype of the products' operands; None for the platform's default.
-      by_strips: Whether large Gram matrices are computed in strips.
-      hide_coefficients: Whether to hide the coefficients from the compiler: all steps
-        then look the same to it, and it compiles one of them.
-      adds_products: Whether a kernel adds its product to an array, and rounds the sum:
-        then float16 takes :func:`monic_newton_schulz`.
-    """
-
-    steps: int | np.int32 | jax.Array
-    table: Table | jax.Array
-    preconditioning: str
-    dtype: np.dtype[Any] | None = None
-    by_strips: bool = False
+    steps: int | np.int32 | jax.Array  # May be traced.
+    table: Table | jax.Array  # Of coefficient_table; may be traced.
+    preconditioning: str  # "frobenius" or "aol".
+    dtype: np.dtype[Any] | None = None  # Of the products' operands; None: the platform's.
+    by_strips: bool = False  # Whether large Gram matrices are computed in strips.
+    # Whether the compiler may not see the coefficients: all steps then look the same to
+    # it, and it compiles one of them.
     hide_coefficients: bool = False
+    # Whether a kernel adds its product to an array, and rounds the sum: then float16
+    # takes monic_newton_schulz.
     adds_products: bool = False
 
     @classmethod
@@ -80,7 +72,6 @@ class NewtonSchulz:
 
     @property
     def traced(self) -> dict[str, jax.Array]:
-        """The traced settings by name."""
         settings = {"steps": self.steps, "table": self.table}
         return {k: v for k, v in settings.items() if isinstance(v, jax.core.Tracer)}
 
@@ -109,9 +100,7 @@ class NewtonSchulz:
 
 
 def newton_schulz(
-    xs: Sequence[jax.Array],
-    settings: NewtonSchulz,
-    columns: Sequence[Any] | None = None,
+    xs: Sequence[jax.Array], settings: NewtonSchulz, columns: Sequence[Any] | None = None
 ) -> list[jax.Array]:
     """Polar factors of normalized matrices, by the form that takes fewer FLOPs.
 

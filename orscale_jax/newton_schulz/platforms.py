@@ -17,7 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from orscale_jax.newton_schulz.arithmetic import normalize_all
-from orscale_jax.newton_schulz.fusion import fuse_small_on_gpu, sum_all, with_layout
+from orscale_jax.newton_schulz.fusion import (
+    by_rows,
+    fuse_small_on_gpu,
+    sum_all,
+    with_layout,
+)
 from orscale_jax.newton_schulz.hardware import H100, TPU_V5P, VIRTUAL, Hardware
 from orscale_jax.newton_schulz.iteration import NewtonSchulz
 
@@ -40,28 +45,19 @@ class Limits(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """The way from matrices to their polar factors on one platform.
+    """The way from matrices to their polar factors on one platform."""
 
-    Attributes:
-      dtype: The dtype of Newton–Schulz's operands.
-      limits: How much goes through Newton–Schulz at once.
-      hardware: The rates by which plans for a mesh are compared.
-      normalizes: What is normalized at once: a ``"leaf"`` where it is computed, a
-        ``"stack"`` in few and large kernels (as GPUs have, which also add products), or a
-        ``"matrix"`` in the loop over them, with Gram matrices in strips.
-      hides_coefficients: Whether the compiler may not see coefficients.
-      keeps_layouts: Whether stacks are filled in place, and shards keep the layout of
-        parameters.
-      settings: The Newton–Schulz iteration that the user has chosen.
-    """
-
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any]  # Of Newton–Schulz's operands.
     limits: Limits
-    hardware: Hardware
+    hardware: Hardware  # The rates by which plans for a mesh are compared.
+    # What is normalized at once: a leaf where it is computed, a stack in few and large
+    # kernels (as GPUs have, which also add products), or a matrix in the loop over them,
+    # with Gram matrices in strips.
     normalizes: Literal["leaf", "stack", "matrix"] = "leaf"
-    hides_coefficients: bool = False
+    hides_coefficients: bool = False  # From the compiler.
+    # Whether stacks are filled in place, and shards keep the layout of parameters.
     keeps_layouts: bool = False
-    settings: NewtonSchulz = DEFAULTS
+    settings: NewtonSchulz = DEFAULTS  # The iteration that the user has chosen.
 
     def running(self, settings: NewtonSchulz, stack_bytes: int | None = None) -> Self:
         """The platform with a user's settings and largest stack; None for its own."""
@@ -117,7 +113,7 @@ class Platform:
             return self.normalized(rounded, at_once=True)
         # Tall matrices are transposed as they are stacked. Without row-major order, XLA
         # propagates the transposed layout to gradient, momentum and weight.
-        return [with_layout(x, range(x.ndim)) for x in rounded]
+        return [*map(by_rows, rounded)]
 
     def normalized(
         self, xs: Sequence[jax.Array], at_once: bool = False
@@ -143,9 +139,7 @@ class Platform:
         """Factors as one device keeps them: of GPUs the tall ones in row-major order."""
         if self.normalizes != "stack":
             return qs
-        return [
-            with_layout(q, range(q.ndim)) if q.shape[-2] > q.shape[-1] else q for q in qs
-        ]
+        return [by_rows(q) if q.shape[-2] > q.shape[-1] else q for q in qs]
 
     def concatenate(self, parts: Sequence[jax.Array]) -> jax.Array:
         """A stack of matrices that do not leave their device."""

@@ -38,26 +38,14 @@ def polar_factor(
     Explicit axes are gathered on each device; :func:`orthogonalize` spreads the work
     instead.
 
-    Presets, with the range to which five steps bring normalized singular values in
-    [1e-3, 1], and the relative error that each product may have without any singular
-    value exploding (defined in ``docs/newton_schulz.md``):
-
-    - ``"polar_express"``: [0.846, 1.142], margin 0.81 %; the greedy optimal sequence of
-      Amsel et al. with lower bound 1e-3 and safety factor 1.02. More steps continue the
-      construction and only bring singular values nearer to 1.
-    - ``"jordan"``: [0.47, 1.21], margin 1.62 %; (3.4445, −4.7750, 2.0315) at every step
-      (Jordan et al.). More steps stay in a band around 1 and do not converge.
-    - ``"dion"``: [0.47, 1.15], margin 1.42 %, 0.80 % where many steps follow; the
-      five-row table of the modded-nanogpt speedrun and of Dion (Ahn et al.). More steps
-      stay in a band around 1.
-    - ``"deepseek_v4"``, after its ten steps: [1.000, 1.001], margin 1.57 %; eight steps
-      of ``"jordan"``, then two of (2, −1.5, 0.5) (DeepSeek-AI). Fewer than ten steps are
-      refused, unless their number is traced; more bring singular values nearer to 1.
-
-    A step rounds three times, by at most 0.39 % in bfloat16, by 0.05 % in float16, and
-    every preset tolerates at least 0.74 % at any number of steps. Products that
-    *accumulate* in bfloat16 have larger errors than the margins. For another lower bound,
-    or more safety, see :func:`orscale_jax.polar_express_coefficients`.
+    The presets are ``"polar_express"``, ``"jordan"``, ``"dion"`` and ``"deepseek_v4"``,
+    a sequence of ten steps. ``docs/newton_schulz.md`` has their sources, the ranges to
+    which they bring singular values, and their *margins*: the relative errors that all
+    products may have without any singular value exploding. A step rounds three times, by
+    at most 0.39 % in bfloat16 and 0.05 % in float16, and every preset tolerates at least
+    0.74 % at any number of steps. Products that *accumulate* in bfloat16 have larger
+    errors. For another lower bound, or more safety, see
+    :func:`orscale_jax.polar_express_coefficients`.
 
     Args:
       x: Shape (..., m, n), real floating point. Leading axes are a batch.

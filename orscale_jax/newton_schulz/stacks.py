@@ -85,9 +85,7 @@ def stack(
 
 
 def unstack(
-    stacks: Sequence[jax.Array],
-    plan: Sequence[Sequence[int]],
-    like: Sequence[jax.Array],
+    stacks: Sequence[jax.Array], plan: Sequence[Sequence[int]], like: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Invert :func:`stack`, to arrays of the shapes of ``like``."""
     xs: dict[int, jax.Array] = {}

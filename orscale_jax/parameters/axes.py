@@ -44,7 +44,6 @@ class MatrixAxes:
 
     @property
     def has_unequal_blocks(self) -> bool:
-        """Whether there are blocks of several sizes."""
         return len(set(self.sizes)) > 1
 
     @property

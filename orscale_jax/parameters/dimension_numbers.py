@@ -72,7 +72,6 @@ class BlockDimensionNumbers:
     blocks: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         sizes = self.blocks if isinstance(self.blocks, tuple) else (self.blocks,)
         if not sizes or not all(validate.is_whole(size) and size > 0 for size in sizes):
             validate.refuse("blocks", self.blocks, "pass a number, or a tuple of sizes")
@@ -97,7 +96,6 @@ class UndecidedError(ValueError):
     """Says that leaves, whose paths it has, need dimension numbers or AdamW."""
 
     def __init__(self, message: str, paths: list[Any], of_dtype: bool = False) -> None:
-        """Keep the paths, and whether their dtypes are the reason."""
         super().__init__(message)
         self.paths, self.of_dtype = paths, of_dtype
 
@@ -229,7 +227,6 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Matr
 
 
 def as_tuple(axes: Any) -> tuple[Any, ...]:
-    """One axis or several, as a tuple."""
     return tuple(axes) if isinstance(axes, Iterable) else (axes,)
 
 

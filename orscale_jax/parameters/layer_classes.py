@@ -192,7 +192,6 @@ class Names(NamedTuple):
         return self.layer_class(path) in classes or (not inside and any(map(named, keys)))
 
     def layer_class(self, path: Any) -> str:
-        """The class of the parameter at a path of the tree."""
         keys = in_words(path)
         layer = "other" if self._is_inside_head(keys) else _by_path(keys)
         if layer == "head" and self._is_of_attention_head(keys):
@@ -351,7 +350,6 @@ def module_and_array(path: Any) -> tuple[Path, Path]:
 
 
 def in_words(path: Any) -> Path:
-    """The keys of a path in words."""
     return tuple(key for key in map(words, keys_on(path)) if key)
 
 

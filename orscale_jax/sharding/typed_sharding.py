@@ -99,7 +99,6 @@ def inferred(fn: Callable[[Any], Any], tree: Any, mesh: Mesh | AbstractMesh) -> 
 
 
 def is_sharded(leaf: jax.Array) -> bool:
-    """Whether the leaf is sharded, by its type."""
     return any(entry is not None for entry in spec(leaf))
 
 
@@ -121,7 +120,11 @@ def shard_as(x: jax.Array, like: jax.Array, entries: Iterable[Any]) -> jax.Array
     # A type without a mesh says nothing: ``in_shardings`` may place a NumPy array on one.
     if entries == spec(x) or jax.typeof(like).sharding.mesh.empty:
         return x
-    return jax.sharding.reshard(x, NamedSharding(_mesh(like), PartitionSpec(*entries)))
+    # A mesh is abstract where its array is traced, and has devices where it is not.
+    traced = isinstance(like, jax.core.Tracer)
+    sharding: Any = jax.typeof(like).sharding if traced else like.sharding
+    placed = NamedSharding(sharding.mesh, PartitionSpec(*entries))
+    return jax.sharding.reshard(x, placed)
 
 
 def full(
@@ -153,11 +156,3 @@ def shards(leaf: jax.Array, axis: int) -> int:
     """The number of parts in which an axis is sharded, by the leaf's type."""
     mesh = jax.typeof(leaf).sharding.mesh
     return math.prod(mesh.shape[name] for name in names(spec(leaf)[axis]))
-
-
-def _mesh(leaf: jax.Array) -> Mesh | AbstractMesh:
-    """The mesh of a leaf: abstract where it is traced, with devices where it is not."""
-    traced = isinstance(leaf, jax.core.Tracer)
-    sharding: Any = jax.typeof(leaf).sharding if traced else leaf.sharding
-    mesh: Mesh | AbstractMesh = sharding.mesh
-    return mesh

@@ -234,7 +234,6 @@ def _upper(param: jax.Array) -> jax.Array:
 
 
 def _as_float32(tree: PyTree) -> PyTree:
-    """The tree with float32 in place of bfloat16."""
 
     def widened(x: Any) -> Any:
         if not _is_bfloat16(x):

@@ -26,14 +26,7 @@ from orscale_jax.parameters.dimension_numbers import (
     require_matrices,
 )
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.trees.boxes import (
-    PyTree,
-    annotated_spec,
-    box_like,
-    is_box,
-    rebox,
-    unbox,
-)
+from orscale_jax.trees.boxes import PyTree, annotated_spec, box_like, is_box, rebox, unbox
 from orscale_jax.trees.checks import (
     require_arrays,
     require_fitting,
@@ -53,7 +46,7 @@ MATRIX, ADAMW = "matrix", "adamw"
 class Matrices:
     """Which leaves of a tree hold matrices, and along which axes. Hashable.
 
-    Trees are without boxes, except for ``params`` of :meth:`scalars` and :meth:`full`.
+    Trees are without boxes, except for ``params`` of :meth:`scalars`.
     *Scalars* are a tree whose leaves of matrices are arrays of the batch shape: they have
     one number for each matrix, such as its norm.
     """
@@ -88,16 +81,13 @@ class Matrices:
 
     @property
     def paths(self) -> list[Any]:
-        """The paths to the leaves of matrices."""
         return [path for path, _ in jax.tree.leaves_with_path(self.axes_tree)]
 
     def leaves(self, tree: PyTree) -> list[Any]:
-        """The leaves of matrices."""
         nodes = self.structure.flatten_up_to(tree)
         return [x for x, axes in zip(nodes, self.axes, strict=True) if axes is not None]
 
     def replace(self, tree: PyTree, leaves: Sequence[Any]) -> PyTree:
-        """The tree with other leaves of matrices."""
         nodes = self.structure.flatten_up_to(tree)
         indices = (i for i, axes in enumerate(self.axes) if axes is not None)
         for i, leaf in zip(indices, leaves, strict=True):
@@ -229,15 +219,6 @@ class Matrices:
         self.require_whole(params)
         return self.tree_of([make(*row) for row in self.each(params, *trees)])
 
-    def full(
-        self, params: PyTree, value: float, dtype: Callable[[jax.Array], DTypeLike]
-    ) -> PyTree:
-        """Scalars that all have one value, sharded and boxed as the batch axes."""
-        full = typed_sharding.full
-        return self.scalars(
-            params, lambda axes, x: full(axes.batch_shape(x), value, dtype(x), x)
-        )
-
     def numbers(self, params: PyTree, values: Sequence[float]) -> PyTree:
         """Several scalars of each matrix, along a first axis, in the dtype of norms."""
 
@@ -288,7 +269,10 @@ def on_parameters(
             weights = where_gradients_are(grads, weights)
             (require_shapes if keep_dtypes else require_fitting)(grads, weights)
         place = grads if weights is None else weights
-        abstract = jax.tree.map(_abstract, place)
+        # Without shardings, so that JAX caches the trace.
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), jnp.result_type(x)), place
+        )
         like = abstract
         if jax.sharding.get_abstract_mesh().manual_axes:  # For require_whole.
             like = rebox(abstract, updates if params is None else params)
@@ -298,8 +282,11 @@ def on_parameters(
         dtype = compute_dtype((grads, weights))
 
         def widened(leaf: Any) -> Any:
-            floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
-            return jnp.asarray(leaf, dtype) if floating else _as_jax(leaf)
+            if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                return jnp.asarray(leaf, dtype)
+            # NumPy's arrays may have dtypes that JAX does not have.
+            of_numpy = isinstance(leaf, np.ndarray | np.generic)
+            return jnp.asarray(leaf) if of_numpy else leaf
 
         def cast(leaf: jax.Array, update: Any, param: Any) -> jax.Array:
             if keep_dtypes:
@@ -345,13 +332,3 @@ def compute_dtype(tree: Any) -> jnp.dtype:
     """The dtype of norms and ratios: float64 if any leaf is float64, else float32."""
     double = any(jnp.result_type(leaf) == jnp.float64 for leaf in jax.tree.leaves(tree))
     return jnp.dtype(jnp.float64 if double else jnp.float32)
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a leaf, without a sharding, so that JAX caches the trace."""
-    return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf))
-
-
-def _as_jax(leaf: Any) -> Any:
-    """JAX's array for a NumPy array, which may have a dtype that JAX has not."""
-    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf

@@ -62,6 +62,7 @@ class AttentionHeads:
 
 
 Heads: TypeAlias = str | AttentionHeads | Sequence[str | AttentionHeads]
+_REMEDY = "pass a path, an AttentionHeads, or several"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,8 +188,22 @@ def qk_clip(
         dtype = compute_dtype(params)
         tau, share = jnp.asarray(threshold, dtype), 1 - jnp.asarray(alpha, dtype)
         gammas, factors = list[jax.Array](), dict[Any, jax.Array]()
-        matched = _matched(modules, structure, max_logits)
-        for (_, parts), logits in zip(modules, matched, strict=True):
+        remedy = (
+            "pass to update, as max_logits=..., a tree like attentions with the largest "
+            "attention logits over batch and positions of the forward pass"
+        )
+        try:
+            logits_of_modules = structure.flatten_up_to(max_logits)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"max_logits does not fit ({error}): {remedy}.") from error
+        for (name, parts), logits in zip(modules, logits_of_modules, strict=True):
+            shape, kind = np.shape(logits), getattr(logits, "dtype", type(logits))
+            wanted = parts[0][0].shape
+            if shape != wanted or not validate.is_real(kind):
+                raise ValueError(
+                    f"max_logits of {name} has shape {shape} and dtype {kind}: {remedy}, "
+                    f"here a real array of shape (layers..., query heads) = {wanted}."
+                )
             largest = typed_sharding.gather(jnp.asarray(logits, dtype))
             gamma = jnp.where(largest > tau, tau / jnp.maximum(largest, tau), 1)
             # A gamma of zero has underflowed, and would erase the head for good.
@@ -240,25 +255,22 @@ def _find(attentions: PyTree, params: PyTree) -> tuple[list[Any], Any]:
             validate.refuse("attentions", entry, "pass a QueryKey, or a pytree of them")
         parts = []
         for part in ("query", "key", "rotary_query"):
-            projections = getattr(entry, part)
-            several = (
-                projections if isinstance(projections, tuple | list) else (projections,)
-            )
+            heads = getattr(entry, part)
+            several = heads if isinstance(heads, tuple | list) else (heads,)
             if not several and part != "rotary_query":
-                validate.refuse(
-                    part, projections, "pass a path, an AttentionHeads, or several"
-                )
+                validate.refuse(part, heads, _REMEDY)
             where = f"{part} of {name}"
             parts.append([_place(where, x, entry.layer_axes, leaves) for x in several])
-        (*layers, heads), (*_, groups) = parts[0][0].shape, parts[1][0].shape
-        for count, places in zip((heads, groups, heads), parts, strict=True):
+        of_query, of_key = parts[0][0].shape, parts[1][0].shape
+        shapes = of_query, (*of_query[:-1], of_key[-1]), of_query
+        for shape, places in zip(shapes, parts, strict=True):
             for place in places:
                 parameter, before = dotted(place.path), covered.get(place.path, False)
-                if place.shape != (*layers, count) or heads % groups:
+                if place.shape != shape or of_query[-1] % of_key[-1]:
                     raise ValueError(
                         f"parameter {parameter!r} of {name} has (layers..., heads) = "
-                        f"{place.shape}, but its first query has {(*layers, heads)} and "
-                        f"its first key {parts[1][0].shape}: correct its AttentionHeads."
+                        f"{place.shape}, but its first query has {of_query} and its "
+                        f"first key {of_key}: correct its AttentionHeads."
                     )
                 if np.any(before & place.mask):
                     raise ValueError(
@@ -277,7 +289,7 @@ def _place(
     """The heads in the one parameter that has their path, or is below it."""
     heads = AttentionHeads(projection) if isinstance(projection, str) else projection
     if not isinstance(heads, AttentionHeads):
-        validate.refuse(where, projection, "pass a path, an AttentionHeads, or several")
+        validate.refuse(where, projection, _REMEDY)
     names = {path: dotted(path) for path in leaves}
     matches = [(p, x) for p, x in names.items() if f"{x}.".startswith(f"{heads.path}.")]
     if len(matches) != 1:
@@ -300,9 +312,8 @@ def _place(
     def axis_of(argument: str, axis: Any) -> int:
         fits = validate.is_whole(axis) and -len(shape) <= axis < len(shape)
         axes = "axis" if len(shape) == 1 else "axes"
-        require(
-            fits, f"it has {len(shape)} {axes}, so pass another {argument} than {axis}"
-        )
+        why = f"it has {len(shape)} {axes}, so pass another {argument} than {axis}"
+        require(fits, why)
         return int(axis) % len(shape)
 
     def along(axis: int, values: Any) -> Any:
@@ -340,23 +351,3 @@ def _place(
     of_axes = [*map(np.arange, sizes[:-1]), np.where(inside, head, 0)]
     index = tuple(along(i, values) for i, values in zip(axes, of_axes, strict=True))
     return Place(path, tuple(sizes), np.ravel_multi_index(index, sizes), mask)
-
-
-def _matched(modules: list[Any], structure: Any, max_logits: PyTree) -> list[Any]:
-    """The largest logits of each attention module."""
-    remedy = (
-        "pass to update, as max_logits=..., a tree like attentions with the largest "
-        "attention logits over batch and positions of the forward pass"
-    )
-    try:
-        entries = structure.flatten_up_to(max_logits)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"max_logits does not fit ({error}): {remedy}.") from error
-    for (name, [[query, *_], *_]), logits in zip(modules, entries, strict=True):
-        shape, dtype = np.shape(logits), getattr(logits, "dtype", type(logits))
-        if shape != query.shape or not validate.is_real(dtype):
-            raise ValueError(
-                f"max_logits of {name} has shape {shape} and dtype {dtype}: {remedy}, "
-                f"here a real array of shape (layers..., query heads) = {query.shape}."
-            )
-    return entries

@@ -16,18 +16,9 @@ from orscale_jax import validate
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.matrices import (
-    Matrices,
-    broadcast,
-    on_matrices,
-)
+from orscale_jax.transforms.matrices import Matrices, broadcast, on_matrices
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.nodes import (
-    TraceLog,
-    broadcast_prefix,
-    is_function,
-    mask_like,
-)
+from orscale_jax.trees.nodes import TraceLog, broadcast_prefix, is_function, mask_like
 
 SPECTRAL, SHAPE_SCALING, UNIT_RMS_NORM = "spectral", "shape_scaling", "unit_rms_norm"
 

@@ -10,14 +10,10 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import validate
-from orscale_jax.parameters.axes import MatrixAxes, square_root
+from orscale_jax.parameters.axes import square_root
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.matrices import (
-    Matrices,
-    broadcast,
-    on_matrices,
-)
+from orscale_jax.transforms.matrices import Matrices, broadcast, on_matrices
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.checks import require_params
 
@@ -181,7 +177,6 @@ class TrustRatio:
     eps: ArrayLike
 
     def __post_init__(self) -> None:
-        """Refuse bad values."""
         validate.flag("calibrate", self.calibrate)
         validate.choice("anchor", self.anchor, ANCHORS)
         validate.number("anchor_steps", self.anchor_steps, at_least=1)
@@ -230,14 +225,12 @@ def trust_ratio_stage(
         squares = matrices.sums(jnp.square, params, updates)
         numbers = matrices.at_once(next_numbers, updates, state.numbers, *squares)
         new = CalibratedTrustRatioState(numbers)
-        return matrices.map(times_ratio, updates, new.trust_ratio), new
+        scaled = matrices.map(
+            lambda axes, d, ratio: broadcast(axes, ratio, d) * d, updates, new.trust_ratio
+        )
+        return scaled, new
 
     return optax.GradientTransformation(init, update)
-
-
-def times_ratio(axes: MatrixAxes, direction: jax.Array, ratio: jax.Array) -> jax.Array:
-    """The directions of a leaf times the ratios of its matrices."""
-    return broadcast(axes, ratio, direction) * direction
 
 
 # Jitted, so that leaves of one batch shape are traced once.

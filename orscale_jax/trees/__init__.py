@@ -3,7 +3,6 @@
 =======  ==============================================================================
 boxes    the nodes in which Flax and Haliax keep annotated parameters
 checks   the arguments of ``update``; the arrays of a state, and their parameters
-merging  names that differ only by numbers, as one name
 names    the names of leaves, for rules, messages and tables
 nodes    nodes that are masked, of a type, or functions; what an audit takes note of
 =======  ==============================================================================

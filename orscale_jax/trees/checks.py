@@ -27,7 +27,6 @@ class StateArray(NamedTuple):
 
     @property
     def field(self) -> str:
-        """The last name of the place."""
         return self.place[-1] if self.place else ""
 
     @property
@@ -37,7 +36,6 @@ class StateArray(NamedTuple):
 
 
 def require_params(params: PyTree | None) -> None:
-    """Refuse an ``update`` without parameters."""
     if params is None:
         raise ValueError(
             "You are using a transformation that requires the current value of "

@@ -21,7 +21,6 @@ class TraceLog(Generic[Value]):
     """What optimizers note while they are traced, for the audit that has opened it."""
 
     def __init__(self, name: str) -> None:
-        """Take no note of anything so far."""
         self._found: ContextVar[list[Value] | None] = ContextVar(name, default=None)
 
     def note(self, value: Value) -> None:

@@ -14,8 +14,7 @@ from optax.contrib import MuonDimensionNumbers
 from orscale_jax import by_path, convert_state, describe, orscale
 from orscale_jax.parameters.dimension_numbers import Unresolved
 from orscale_jax.parameters.module_types import resolved
-from orscale_jax.trees.merging import merged
-from orscale_jax.trees.names import by_name
+from orscale_jax.trees.names import by_name, merged
 
 EXPERTS = MuonDimensionNumbers(-2, -1)
 

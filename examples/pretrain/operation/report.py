@@ -20,15 +20,8 @@ from examples.pretrain.tasks import recorded_kind
 from orscale_jax.diagnostics.history import FILE_NAME
 from orscale_jax.diagnostics.report import write_report
 
-SUMMARY = [
-    "optimizer", "label", "val_loss", "val_accuracy", "steps", "parameters",
-    "seconds_per_step",
-]  # fmt: skip
 # Columns of the table: title, key of the summary, format.
-COLUMNS = (
-    ("accuracy", "val_accuracy", ".2%"),
-    ("s/step", "seconds_per_step", ".3f"),
-)
+COLUMNS = (("accuracy", "val_accuracy", ".2%"), ("s/step", "seconds_per_step", ".3f"))
 BASELINE = "adamw"
 MARKERS = {"adamw": "s", "muon_moonlight": "o", "orscale": "^"}
 
@@ -41,11 +34,30 @@ def write(folder: pathlib.Path, console: Console) -> None:
     facts = read_facts(folder)
     finished = [n for n in OPTIMIZERS if (folder / n / "result.json").exists()]
     metrics = {name: read_csv(folder / name / "metrics.csv") for name in finished}
-    summary = [_summary(name, metrics[name], folder) for name in finished]
+    summary = []
+    for name, rows in metrics.items():
+        result, last = json.loads((folder / name / "result.json").read_text()), rows[-1]
+        seconds = float(last["seconds"]) / int(last["step"])
+        summary.append(
+            {
+                "optimizer": name,
+                "label": OPTIMIZERS[name].label,
+                "val_loss": last["val_loss"],
+                "val_accuracy": last.get("val_accuracy", ""),
+                "steps": last["step"],
+                "parameters": result["parameters"],
+                "seconds_per_step": f"{seconds:.5f}",
+            }
+        )
     every_row = [row for rows in metrics.values() for row in rows]
     _write_csv(folder / "metrics.csv", list(every_row[0]), every_row)
-    _write_csv(folder / "summary.csv", SUMMARY, summary)
-    curves = {name: validation_curve(rows) for name, rows in metrics.items()}
+    _write_csv(folder / "summary.csv", list(summary[0]), summary)
+    validations = {name: [r for r in metrics[name] if r["val_loss"]] for name in metrics}
+    curves: dict[str, Curve] = {
+        name: (np.array([int(r["step"]) for r in rows]),
+               np.array([float(r["val_loss"]) for r in rows]))
+        for name, rows in validations.items()
+    }  # fmt: skip
     draw_losses(folder / "losses.png", curves, facts["unit"], run_line(folder))
     console.print(plotted(curves), highlight=False, markup=False)
     table = Table(title="Same initial weights and batches; final validation loss")
@@ -68,15 +80,6 @@ def write(folder: pathlib.Path, console: Console) -> None:
         if rows and rows[-1]["trust_ratio"]:
             page = write_report(folder / name)
             console.print(f"What {OPTIMIZERS[name].label} did: {page}", highlight=False)
-
-
-def validation_curve(rows: Sequence[Row]) -> Curve:
-    """Steps and losses of the validations."""
-    points = [
-        (int(row["step"]), float(row["val_loss"])) for row in rows if row["val_loss"]
-    ]
-    steps, losses = zip(*points, strict=True)
-    return np.array(steps), np.array(losses)
 
 
 def step_of_reaching(curve: Curve, loss: float) -> float | None:
@@ -139,20 +142,6 @@ def look(name: str) -> dict[str, Any]:
     """The look of an optimizer's line, the same in all figures."""
     color = style.color_of(name, OPTIMIZERS)
     return {"color": color, "lw": 1.8, "marker": MARKERS.get(name, "D"), "ms": 4}
-
-
-def _summary(name: str, rows: Sequence[Row], folder: pathlib.Path) -> dict[str, Any]:
-    result = json.loads((folder / name / "result.json").read_text())
-    last = rows[-1]
-    return {
-        "optimizer": name,
-        "label": OPTIMIZERS[name].label,
-        "val_loss": last["val_loss"],
-        "val_accuracy": last.get("val_accuracy", ""),
-        "steps": last["step"],
-        "parameters": result["parameters"],
-        "seconds_per_step": f"{float(last['seconds']) / int(last['step']):.5f}",
-    }
 
 
 def _write_csv(

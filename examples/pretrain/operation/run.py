@@ -14,11 +14,7 @@ from examples.pretrain.meshes import batch_shards, in_effect
 from examples.pretrain.operation import report
 from examples.pretrain.operation.checkpoint import Checkpoints
 from examples.pretrain.operation.logs import Logs, check_finite
-from examples.pretrain.operation.processes import (
-    StopSignal,
-    is_first,
-    writing,
-)
+from examples.pretrain.operation.processes import StopSignal, is_first, writing
 from examples.pretrain.operation.rundir import claim, write_atomically
 from examples.pretrain.optimizers import find_optimizer, rates_and_decay
 from examples.pretrain.recipes import rates_in_words
