@@ -123,7 +123,7 @@ class Matrices:
     def at_once(
         self, fn: Callable[..., jax.Array], tree: PyTree, *scalars: PyTree
     ) -> PyTree:
-        """``fn(*scalars)`` of every leaf; leaves of one plain shape are stacked for it.
+        """``fn(*scalars)`` of every leaf. Leaves of one shape are stacked for it, but on TPUs.
 
         ``fn`` is elementwise. Its arguments and its result may have several numbers of
         each matrix, along their first axis.
@@ -134,19 +134,29 @@ class Matrices:
             types = tuple(map(jax.typeof, row))
             plain = row[-1].ndim == 0
             alike.setdefault((leaf.shape, types) if plain else i, []).append(i)
-        results: dict[int, jax.Array] = {}
-        for members in alike.values():
-            if len(members) == 1:
-                results[members[0]] = fn(*rows[members[0]])
-                continue
-            stacks = zip(*(rows[i] for i in members), strict=True)
-            stacked = fn(*(jnp.stack(stack, axis=-1) for stack in stacks))
-            # With the numbers of a matrix side by side, a GPU needs one kernel to take
-            # all matrices apart. Without the barrier, XLA would compute the whole again
-            # for each of them.
-            stacked = jax.lax.optimization_barrier(jnp.moveaxis(stacked, -1, 0))
-            results |= zip(members, jnp.unstack(stacked), strict=True)
-        return self.tree_of([results[i] for i in range(len(rows))])
+
+        def apart(rows: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+            return [fn(*row) for row in rows]
+
+        def stacked(rows: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
+            results: dict[int, jax.Array] = {}
+            for members in alike.values():
+                if len(members) == 1:
+                    results[members[0]] = fn(*rows[members[0]])
+                    continue
+                stacks = zip(*(rows[i] for i in members), strict=True)
+                stack = fn(*(jnp.stack(xs, axis=-1) for xs in stacks))
+                # With the numbers of a matrix side by side, a GPU needs one kernel to
+                # take all matrices apart. Without the barrier, XLA would compute the
+                # whole again for each of them.
+                stack = jax.lax.optimization_barrier(jnp.moveaxis(stack, -1, 0))
+                results |= zip(members, jnp.unstack(stack), strict=True)
+            return [results[i] for i in range(len(rows))]
+
+        if len(alike) == len(rows):
+            return self.tree_of(apart(rows))
+        # On a TPU, all matrices would wait for the last one's norms, and be read again.
+        return self.tree_of(jax.lax.platform_dependent(rows, tpu=apart, default=stacked))
 
     def batches(self, tree: PyTree) -> list[jax.Array]:
         """All matrices, as arrays of shape ``(*batch, m, n)``, one for each part."""

@@ -240,14 +240,15 @@ def where_nonzero_stage(
     """:func:`where_nonzero` for given matrices."""
     inner = optax.with_extra_args_support(inner)
 
-    def count(x: jax.Array) -> jax.Array:
-        return (~(jnp.abs(x) < jnp.finfo(x.dtype).tiny)).astype(jnp.int32)
+    def largest(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
+        # Where the maxima of several devices are compared, a NaN may lose.
+        sizes = jnp.where(jnp.isnan(leaf), jnp.ones_like(leaf), jnp.abs(leaf))
+        return axes.reduce(functools.partial(jnp.max, initial=0), sizes)
 
-    def is_zero(total: jax.Array) -> jax.Array:
+    def is_zero(size: jax.Array) -> jax.Array:
         # Some platforms flush subnormal numbers to zero, some only where they round. NaN
         # is no zero.
-        integers = jnp.issubdtype(total.dtype, jnp.integer)
-        return total < (1 if integers else jnp.finfo(total.dtype).tiny)
+        return size < jnp.finfo(size.dtype).tiny
 
     def keep(axes: MatrixAxes, leaf: jax.Array, zero: jax.Array) -> jax.Array:
         return jnp.where(broadcast(axes, zero, leaf), jnp.zeros_like(leaf), leaf)
@@ -259,11 +260,14 @@ def where_nonzero_stage(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        mesh = typed_sharding.mesh_of(matrices.leaves(updates), None)
-        # A sum of magnitudes is a single kernel. But a mesh would exchange it together
-        # with some of the norms, which depend on it, and then needs more exchanges.
-        [totals] = matrices.sums(jnp.abs if mesh is None else count, updates)
-        zero = matrices.at_once(is_zero, updates, totals)
+        if typed_sharding.mesh_of(matrices.leaves(updates), None) is None:
+            # A single kernel.
+            [sizes] = matrices.sums(jnp.abs, updates)
+        else:
+            # A mesh would exchange sums together with some of the norms, which depend on
+            # them, and then needs more exchanges.
+            sizes = matrices.map(largest, updates)
+        zero = matrices.at_once(is_zero, updates, sizes)
         updates, state = inner.update(updates, state, params, **extra_args)
         return matrices.map(keep, updates, zero), state
 
