@@ -29,6 +29,16 @@ _OTHER_NAMES = {
     "beta2": "adam_b2",
 }
 _PAIRS = {"betas": ("adam_b1", "adam_b2")}  # What has two names here.
+# Arguments of other functions.
+_ELSEWHERE = {
+    "head_size": (
+        "it is an argument of by_path and of nnx_dimension_numbers: pass "
+        "weight_dimension_numbers=by_path({}, head_size=...)."
+    ),
+    "weight_dimension_numbers": (
+        "it is an argument of the optimizer: muon(rate, weight_dimension_numbers=...)."
+    ),
+}
 
 
 def refuse(name: str, value: Any, remedy: str) -> NoReturn:
@@ -56,11 +66,8 @@ def checks_arguments(
             hint = f"its arguments are {', '.join(known)}."
             if name in of_orscale:
                 hint = f"{name} is orscale's argument; {name_of_function} has none."
-            elif name == "head_size" and "weight_dimension_numbers" in known:
-                hint = (
-                    "it is an argument of by_path and of nnx_dimension_numbers: pass "
-                    "weight_dimension_numbers=by_path({}, head_size=...)."
-                )
+            elif name in _ELSEWHERE:
+                hint = _ELSEWHERE[name]
             elif suggestions:
                 joined = " and " if name in _PAIRS else " or "
                 hint = f"did you mean {joined.join(suggestions)}?"
@@ -74,6 +81,8 @@ def checks_arguments(
             by_name = [n for n, p in known.items() if p.kind is p.KEYWORD_ONLY]
             remedy = f": pass {by_name[0]} and the others by name" if by_name else ""
             remedy = remedy if "too many" in str(error) else ""
+            if "multiple values" in str(error):
+                remedy = f": its arguments are {', '.join(known)}"
             raise TypeError(f"{name_of_function}(): {error}{remedy}.") from None
         for name, value in bound.items():
             is_number = type(known[name].default) in (int, float)
