@@ -74,18 +74,18 @@ def made(seed, shardings):
     }
 
 
+def initializer(params):
+    """Makes the state, sharded as parameters, which may be abstract."""
+    return jax.jit(OPTIMIZER.init, out_shardings=state_shardings(OPTIMIZER, params))
+
+
 def abstract_run(shardings):
     """The abstract parameters and state, with their shardings."""
     params = {
         name: jax.ShapeDtypeStruct(SHAPES[name], jnp.float32, sharding=sharding)
         for name, sharding in shardings.items()
     }
-    state = jax.tree.map(
-        lambda leaf, sharding: leaf.update(sharding=sharding),
-        jax.eval_shape(OPTIMIZER.init, params),
-        state_shardings(OPTIMIZER, params),
-    )
-    return params, state
+    return params, initializer(params).eval_shape(params)
 
 
 def sharding_of(leaf):
@@ -94,8 +94,7 @@ def sharding_of(leaf):
 
 def start(shardings):
     params = made(0, shardings)
-    where = state_shardings(OPTIMIZER, params)
-    return params, jax.jit(OPTIMIZER.init, out_shardings=where)(params)
+    return params, initializer(params)(params)
 
 
 def compiled(shardings):

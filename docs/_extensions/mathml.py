@@ -12,6 +12,8 @@ NOT_CONVERTED = re.compile(r"<m(?:[io]|text)>(?:&(?!#)|\\)")
 # The bars of a norm, which browsers would space as binary operators.
 NORM = '<mo fence="false" stretchy="false"'
 
+LOG = "<mi>log</mi>"  # Its argument follows without a space.
+
 
 def mathml(node, display):
     tex = node.astext()
@@ -20,6 +22,7 @@ def mathml(node, display):
     formula = convert(tex, display=display)
     if NOT_CONVERTED.search(formula):
         logging.getLogger(__name__).warning("not converted: %s", tex, location=node)
+    formula = formula.replace(LOG, f'<mrow>{LOG}<mspace width="0.17em"/></mrow>')
     return formula.replace(NORM, f'{NORM} lspace="0" rspace="0"')
 
 

@@ -55,12 +55,8 @@ def main(steps: int = 100) -> tuple[list[float], list[float], Params]:
             name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
             for name, shape in SHAPES.items()
         }
-        state = jax.tree.map(
-            lambda leaf, to: leaf.update(sharding=to),
-            jax.eval_shape(optimizer.init, params),
-            state_shardings(optimizer, params),
-        )
-        return params, state
+        init = jax.jit(optimizer.init, out_shardings=state_shardings(optimizer, params))
+        return params, init.eval_shape(params)
 
     def begin() -> Any:
         keys = jax.random.split(jax.random.key(0), len(SHAPES))

@@ -94,5 +94,5 @@ if __name__ == "__main__":
     losses, correct, state = main()
     for row in describe(state.params, state.tx).rows:
         if "Block" not in row.path:
-            print(f"{row.path:<20} {row.shape!s:<18} {row.rule}")
+            print(f"{row.path:<20} {row.shape!s:<14} {row.rule}")
     print(f"loss {losses[0]:.3f} → {losses[-1]:.3f}, accuracy {correct:.1%}")

@@ -44,6 +44,7 @@ from orscale_jax.trees.checks import require_arrays
 from orscale_jax.trees.names import distinct_names
 
 
+@validate.checks_arguments
 def describe(
     params: PyTree,
     optimizer: optax.GradientTransformation | None = None,
@@ -73,12 +74,14 @@ def describe(
     Returns:
       A :class:`Description` with ``rows``, ``totals``, ``plan`` and ``select(regex)``.
       ``print`` shows it as a table, in which leaves whose names differ only by numbers,
-      such as those of layers, share a line. If the optimizer would refuse a leaf, because
-      its shape is ambiguous or it is complex, the rule is "refused", and the error is
-      below the table. s is the scale of the step, :math:`0.2 \sqrt{\max(m, n)}` by
-      default. ‖W‖ is the smallest and the largest Frobenius norm among the matrices of a
-      line. It is missing for arrays that are sharded over several processes, so that a
-      single process can print the table.
+      such as those of layers, share a line. ``to_text()`` is the table with all columns,
+      and ``to_csv()`` has a row for each leaf. The column "why" says what has decided on
+      the rule: see ``why`` of :class:`ParameterRow`. If the optimizer would refuse a
+      leaf, because its shape is ambiguous or it is complex, the rule is "refused", and
+      the error is below the table. s is the scale of the step,
+      :math:`0.2 \sqrt{\max(m, n)}` by default. ‖W‖ is the smallest and the largest
+      Frobenius norm among the matrices of a line. It is missing for arrays that are
+      sharded over several processes, so that a single process can print the table.
 
     The plan of Newton–Schulz is for the platform of the parameters' mesh, or else for
     JAX's default backend. The mesh may have devices that you do not have, such as
@@ -151,12 +154,13 @@ def describe(
     for name, (path, leaf) in zip(distinct_names(leaf_of), leaf_of.items(), strict=True):
         kept = state.kept[path]
         if path in refused:
-            kept = kept._replace(rule=REFUSED, arrays=None)  # Those of a stand-in.
+            kept = kept._replace(rule=REFUSED, why="", arrays=None)  # Of a stand-in.
         row = ParameterRow(
             path=name,
             shape=np.shape(leaf),
             dtype=jnp.result_type(leaf),
             rule=kept.rule,
+            why=kept.why,
             parameters=math.prod(np.shape(leaf)),
             state_bytes=None if kept.arrays is None else nbytes(kept.arrays),
             layer_class=class_of[path],

@@ -13,7 +13,6 @@ import numpy as np
 
 from orscale_jax.audit.plan import Group, Plan
 from orscale_jax.parameters.expressions import matching
-from orscale_jax.parameters.layer_classes import EMBEDDING_OR_HEAD, VECTORS
 from orscale_jax.trees.names import merged
 
 _NAMES_WIDTH = 72  # Of the names shown for a group, which are one at least.
@@ -40,6 +39,12 @@ class ParameterRow:
         partitions are joined by ``/``. If several groups keep no state, the state does
         not tell which of them has a parameter: ``"frozen or sgd"``. Empty without a
         partition.
+      why: What has decided on the rule ``"matrix"`` or ``"adamw"``: ``"rule"``, an
+        expression of :func:`by_path` or of ``overrides``; ``"module"``, the type of its
+        module; ``"output"``, the trace, in which its product is the model's output;
+        ``"name"``, the names on its path; ``"shape"``, its number of axes; or
+        ``"numbers"``, a tree of dimension numbers or a function of your own. Empty for
+        other rules, and for an ``init`` that is compiled.
       matrices: How many matrices it holds; 0 for other rules, as for ``m`` and ``n``,
         and for a stack of which a compiled or mapped ``init`` does not tell the axes.
       m: Rows of each matrix.
@@ -76,6 +81,7 @@ class ParameterRow:
     state_bytes: int | None = None
     layer_class: str = "other"
     label: str = ""
+    why: str = ""
     matrices: int = 0
     m: int = 0
     n: int = 0
@@ -94,22 +100,6 @@ class ParameterRow:
         """Path and block, as the table shows them."""
         return (self.path or "(the only leaf)") + self.block
 
-    @property
-    def why(self) -> str:
-        """Why it has the rule ``"matrix"`` or ``"adamw"``; empty for other rules.
-
-        ``"shape"`` or ``"name"``, if the default rule gives the same by these; otherwise
-        ``"dimension numbers"``: a rule, a module's type or a traced output.
-        """
-        if self.rule not in ("matrix", "adamw"):
-            return ""
-        if len(self.shape) < 2:
-            return "shape"
-        if self.layer_class in EMBEDDING_OR_HEAD | VECTORS:
-            return "name" if self.rule == "adamw" else "dimension numbers"
-        by_shape = self.rule == "matrix" and len(self.shape) == 2
-        return "shape" if by_shape else "dimension numbers"
-
 
 @dataclasses.dataclass(frozen=True)
 class Total:
@@ -124,6 +114,8 @@ class Total:
 @dataclasses.dataclass(frozen=True)
 class Description:
     """The parameters and the plan of an optimizer. ``print`` shows it as a table.
+
+    ``print(description.to_text())`` shows the table with all columns.
 
     Attributes:
       rows: One :class:`ParameterRow` per leaf, in the order of the tree (one per block of
@@ -205,12 +197,25 @@ class Description:
         return text.getvalue()
 
     def __str__(self) -> str:
-        """The table as fixed-width text, without columns that say nothing."""
-        rows, totals, hidden = _merged_rows(self.rows), self.totals, {""}
+        """The table with the columns that decide what to change."""
+        return self.to_text(wide=False)
+
+    def to_text(self, *, wide: bool = True) -> str:
+        """The table as text, with all columns that say anything.
+
+        Args:
+          wide: Whether it has the class, s, ‖W‖ and the number of entries of each
+            parameter. ``print`` shows it without these. But it always shows ‖W‖ if the
+            norm of a matrix is 0 or not finite.
+        """
+        rows, totals = _merged_rows(self.rows), self.totals
+        hidden = {""} | {
+            column.heading for column in _COLUMNS if column.wide and not wide
+        }
         if len(dtypes := {row.dtype for row in self.rows}) == 1:
             hidden.add("dtype")
-        if all(row.shape == (row.m, row.n) for row in self.rows if row.matrices):
-            hidden.add("m × n")
+        if any(not 0 < norm < np.inf for row in rows for norm in row.norms or ()):
+            hidden.discard("‖W‖")
         table = []
         for column in _COLUMNS:
             texts = [_text(column.of_row(row)) for row in rows]
@@ -265,10 +270,7 @@ class _Column(NamedTuple):
     side: str = ">"  # Where its cells are aligned.
     nothing: str = ""  # What says nothing: a column of nothing else is not shown.
     optional: bool = False  # Whether it is not in the file either.
-
-
-def _of_matrices(value: Callable[[ParameterRow], Any]) -> Callable[[ParameterRow], Any]:
-    return lambda row: value(row) if row.matrices else None
+    wide: bool = False  # Whether print leaves it out.
 
 
 _COLUMNS = (
@@ -281,6 +283,7 @@ _COLUMNS = (
     ),
     _Column("dtype", "dtype", lambda row: str(row.dtype), side="<"),
     _Column("rule", "rule", lambda row: row.rule, side="<"),
+    _Column("why", "why", lambda row: row.why, side="<", optional=True),
     _Column("check", "check", lambda row: ", ".join(row.check), side="<"),
     _Column("label", "label", lambda row: row.label, side="<", optional=True),
     _Column(
@@ -291,33 +294,30 @@ _COLUMNS = (
         "its RMS", "first_update_rms", lambda row: row.first_update_rms, optional=True
     ),
     _Column(
-        "class", "class",
-        # Why AdamW has it, where neither name nor shape says so.
-        lambda row: f"other ({row.why})"
-        if row.rule == "adamw" and row.layer_class == "other" and row.why != "shape"
-        else row.layer_class,
-        side="<", nothing="other",
+        "class", "class", lambda row: row.layer_class, side="<", nothing="other",
+        wide=True,
     ),
     _Column(
         "blocks", "blocks",
         lambda row: f"{row.blocks} contiguous" if row.blocks else "", optional=True,
     ),
     _Column(
-        "matrices", "", _of_matrices(lambda row: row.matrices),
-        lambda name, total: total.matrices if name in ("matrix", "all") else None,
+        "matrices", "",
+        lambda row: f"{row.matrices:,} of {row.m} × {row.n}" if row.matrices else None,
+        lambda name, total: total.matrices if name in ("matrix", "all") else None, "<",
     ),
     _Column("", "matrices", lambda row: row.matrices),
-    _Column("m × n", "", _of_matrices(lambda row: f"{row.m} × {row.n}")),
-    _Column("", "m", _of_matrices(lambda row: row.m)),
-    _Column("", "n", _of_matrices(lambda row: row.n)),
-    _Column("s", "s", lambda row: row.scale),
+    _Column("", "m", lambda row: row.m if row.matrices else None),
+    _Column("", "n", lambda row: row.n if row.matrices else None),
+    _Column("s", "s", lambda row: row.scale, wide=True),
     _Column(
         "‖W‖", "",
         lambda row: " … ".join(dict.fromkeys(f"{x:.4g}" for x in row.norms or ())),
+        wide=True,
     ),
     _Column(
         "parameters", "parameters", lambda row: row.parameters,
-        lambda name, total: None if name == "shared" else total.parameters,
+        lambda name, total: None if name == "shared" else total.parameters, wide=True,
     ),
     _Column(
         "state bytes", "state_bytes", lambda row: row.state_bytes,

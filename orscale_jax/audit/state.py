@@ -14,7 +14,7 @@ from orscale_jax import validate
 from orscale_jax.distributed.engine import PolarOptions
 from orscale_jax.family.sphere import InitialNormState
 from orscale_jax.parameters.axes import MatrixAxes
-from orscale_jax.parameters.dimension_numbers import is_axes_leaf
+from orscale_jax.parameters.dimension_numbers import SHAPE, decisions, is_axes_leaf
 from orscale_jax.sharding.state_shardings import state_shardings
 from orscale_jax.transforms import orthogonalize, stages
 from orscale_jax.transforms.matrices import ADAMW, MATRIX
@@ -43,6 +43,7 @@ class ParameterState(NamedTuple):
     arrays: list[Any] | None = None  # None if it is refused.
     axes: MatrixAxes | None = None  # Of its matrices, if it has any.
     scale: Scale | None = None  # Of their Q.
+    why: str = ""  # What has decided that it has matrices, or none.
     stage: int = 0  # Which of those that orthogonalize has them.
 
 
@@ -71,7 +72,11 @@ class AbstractState(NamedTuple):
         # optax.tree.map_params would find it, too, but calls init with a placeholder that
         # most label functions of optax.partition cannot read.
         validate.transformation("optimizer", optimizer)
-        with orthogonalize.initialized.open() as polar, stages.scaled.open() as scaled:
+        with (
+            orthogonalize.initialized.open() as polar,
+            stages.scaled.open() as scaled,
+            decisions.open() as decided,
+        ):
             # A new function, so that it is traced.
             state = jax.eval_shape(lambda params: optimizer.init(params), params)
         state, bare = unbox(state), unbox(params)
@@ -83,6 +88,7 @@ class AbstractState(NamedTuple):
         scales = {
             names_on(path): scale for matrices, scale in scaled for path in matrices.paths
         }
+        whys = {name: why for note in decided for name, why in note.items()}
         parts = list(_parts(state, bare))
         # Groups without a state are inferred by elimination, as far as that goes.
         keeping = {part.label for part in parts if part.has_trees}
@@ -107,12 +113,17 @@ class AbstractState(NamedTuple):
             ):
                 axes = None
             rules |= {MATRIX} if axes else set()
+            rule = next((x for x in (MATRIX, ADAMW, OTHER) if x in rules), STATELESS)
+            # A compiled init decides nothing here.
+            given = SHAPE if np.ndim(leaf_of[path]) < 2 else "numbers"
+            ours = polar and rule in (MATRIX, ADAMW)
             kept[path] = ParameterState(
-                next((x for x in (MATRIX, ADAMW, OTHER) if x in rules), STATELESS),
+                rule,
                 " and ".join(labels) or without_state,
                 [array for part in holding for array in part.arrays[name]],
                 axes,
                 scales.get(name) if axes else None,
+                whys.get(name, given) if ours else "",
                 stage,
             )
         _refuse_vectors(parts, leaf_of, kept)

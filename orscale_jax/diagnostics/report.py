@@ -13,7 +13,13 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import (
+    FuncFormatter,
+    Locator,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+)
 
 from orscale_jax.diagnostics.history import FILE_NAME, read_rows
 from orscale_jax.diagnostics.problems import Problem, find_problems
@@ -442,8 +448,10 @@ def _log(axes: Axes, which: str) -> None:
         ends = least / margin, most * margin
         axes.set(**{f"{which}scale": "log", f"{which}lim": ends})
         near = (1, 1.5, 2, 3, 5, 7) if most < 6 * least else (1, 2, 5)
-        subs = near if most < 100 * least else (1,)
-        axis.set(minor_locator=NullLocator(), major_locator=LogLocator(subs=subs))
+        locator: Locator = LogLocator(subs=near if most < 100 * least else (1,))
+        if most < 3 * least:
+            locator = MaxNLocator(5)  # Powers of ten would give one tick or none.
+        axis.set(minor_locator=NullLocator(), major_locator=locator)
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 

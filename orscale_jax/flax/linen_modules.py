@@ -172,7 +172,7 @@ def linen_dimension_numbers(
         return linen.init_with_output(call, module)(rngs, *args, **kwargs)[0]
 
     output = output_layers.output_layers(outputs, params, rngs, *args, **kwargs)
-    numbers = module_types.resolved(leaves, by_type, overrides, head_size, output)
+    numbers, _ = module_types.resolved(leaves, by_type, overrides, head_size, output)
     return jax.tree.map_with_path(
         lambda entries, _: numbers[names_on(entries)],
         params,

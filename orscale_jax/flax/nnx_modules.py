@@ -151,8 +151,10 @@ def nnx_dimension_numbers(
             return called(*args, **kwargs)
 
         output = output_layers.output_layers(outputs, *states, *args, **kwargs)
-    numbers = module_types.resolved(leaves, by_type, overrides, head_size, output, shared)
+    resolved = module_types.resolved(
+        leaves, by_type, overrides, head_size, output, shared
+    )
     kind = f"nnx.{wrt.__name__}" if isinstance(wrt, type) else f"variable {wrt}"
     return module_types.look_up(
-        numbers, is_holder, f"{kind} of the model that nnx_dimension_numbers"
+        *resolved, is_holder, f"{kind} of the model that nnx_dimension_numbers"
     )

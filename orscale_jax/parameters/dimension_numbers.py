@@ -21,6 +21,7 @@ from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.layer_classes import Names
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import (
+    Path,
     dotted,
     keys_on,
     listed,
@@ -30,6 +31,7 @@ from orscale_jax.trees.names import (
     quoted,
 )
 from orscale_jax.trees.nodes import (
+    TraceLog,
     broadcast_prefix,
     is_function,
     is_masked,
@@ -105,6 +107,11 @@ WeightDimensionNumbers: TypeAlias = (
     DimensionNumbers | PyTree | Callable[[PyTree], PyTree] | None
 )
 PLAIN = MuonDimensionNumbers(reduction_axis=0, output_axis=1)
+
+# What the audit reads: what has decided about leaves, by path. A later note replaces an
+# earlier one.
+SHAPE, NAME, RULE, MODULE, OUTPUT = "shape", "name", "rule", "module", "output"
+decisions: TraceLog[Mapping[Path, str]] = TraceLog("decisions")
 
 
 def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) -> PyTree:
@@ -239,12 +246,16 @@ def default_numbers(tree: PyTree, decided: Collection[Any] = ()) -> PyTree:
     """The numbers of bare parameters by rank and name, None if ``decided`` elsewhere."""
     leaves = leaves_and_masks(tree)
     names = Names.of(leaves)
+    named = {  # Not those that their rank, or a rule, decides on.
+        names_on(path): names.take_adamw(path)
+        for path, leaf in leaves
+        if np.ndim(leaf) > 1 and names_on(path) not in decided
+    }
 
-    def adamw(path: Any, leaf: Any) -> bool:
-        said = np.ndim(leaf) < 2 or names_on(path) in decided
-        return said or names.take_adamw(path)
+    def adamw(path: Any) -> bool:
+        return named.get(names_on(path), True)
 
-    ambiguous = [(p, x) for p, x in leaves if np.ndim(x) > 2 and not adamw(p, x)]
+    ambiguous = [(p, x) for p, x in leaves if np.ndim(x) > 2 and not adamw(p)]
     if ambiguous:
         paths = [path for path, _ in ambiguous]
         lines = [(dotted(path), of_shape(leaf)) for path, leaf in ambiguous]
@@ -256,8 +267,8 @@ def default_numbers(tree: PyTree, decided: Collection[Any] = ()) -> PyTree:
             f"from rules on paths.{_function_of_modules(tree, paths)}",
             paths,
         )
-
-    return jax.tree.map_with_path(lambda p, x: None if adamw(p, x) else PLAIN, tree)
+    decisions.note({path: NAME if told else SHAPE for path, told in named.items()})
+    return jax.tree.map_with_path(lambda p, _: None if adamw(p) else PLAIN, tree)
 
 
 def _function_of_modules(tree: PyTree, paths: list[Any]) -> str:

@@ -14,11 +14,17 @@ import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax.parameters.dimension_numbers import (
+    MODULE,
+    NAME,
+    OUTPUT,
+    RULE,
+    SHAPE,
     BlockDimensionNumbers,
     DimensionNumbers,
     Unresolved,
     as_axis,
     as_tuple,
+    decisions,
 )
 from orscale_jax.parameters.expressions import refuse_step_count
 from orscale_jax.parameters.heads import HeadSizes
@@ -175,9 +181,15 @@ def resolved(
     head_size: HeadSizes,
     output: Collection[Path] = (),
     shared: Mapping[Path, Sequence[Path]] = {},
-) -> Mapping[Path, DimensionNumbers | None]:
-    """The dimension numbers of all parameters, by overrides, heads, types and names."""
+) -> tuple[Mapping[Path, DimensionNumbers | None], Mapping[Path, str]]:
+    """The dimension numbers of all parameters, and what has decided each.
+
+    Overrides, traced outputs, types of modules and names decide.
+    """
     names, numbers = Names.of(leaves.items()), dict(by_type)
+    decided_by = {
+        path: MODULE if np.ndim(leaf) > 1 else SHAPE for path, leaf in leaves.items()
+    }
     for path, declared in by_type.items():
         # Attention, traced alone, ends in a hidden layer.
         traced = any(leaf[: len(path)] == path for leaf in output)
@@ -187,9 +199,12 @@ def resolved(
         named = isinstance(declared, Unresolved) and names.take_adamw(path)
         if head or named or any(map(names.say_head, shared.get(path, [path]))):
             numbers[path] = None
+            if declared is not None:
+                decided_by[path] = OUTPUT if head else NAME
     # As the keys of a dictionary, paths are the same for rules and for names.
     make = resolver(overrides or {}, numbers, head_size, "overrides", "overrides")
-    numbers_of: dict[Path, Numbers] = make(dict(leaves))
+    with decisions.open() as notes:
+        numbers_of: dict[Path, Numbers] = make(dict(leaves))
     unresolved = [
         (dotted(path), f"{of_shape(leaves[path])}: {unclear.reason}")
         for path, unclear in numbers_of.items()
@@ -203,11 +218,15 @@ def resolved(
             'reduction_axis=..., output_axis=...)} for each, with "adamw" instead for '
             "AdamW, or rules={type of its module: ...}."
         )
-    return numbers_of
+    for path in leaves:
+        if any(names_on((jax.tree_util.DictKey(path),)) in note for note in notes):
+            decided_by[path] = RULE
+    return numbers_of, decided_by
 
 
 def look_up(
     numbers: Mapping[Path, DimensionNumbers | None],
+    decided_by: Mapping[Path, str],
     is_parameter: Callable[[Any], bool],
     expected: str,
 ) -> Callable[[PyTree], PyTree]:
@@ -215,6 +234,7 @@ def look_up(
 
     def weight_dimension_numbers(params: PyTree) -> PyTree:
         refuse_step_count(params)
+        why: dict[Path, str] = {}
 
         def at(entries: Any, _: Any) -> DimensionNumbers | None:
             path = names_on(entries)
@@ -223,9 +243,12 @@ def look_up(
                     f"parameter {dotted(path)!r} is no {expected} was given: give that "
                     "function the trained model, and the optimizer its parameters only."
                 )
+            why[path] = decided_by[path]
             return numbers[path]
 
-        return jax.tree.map_with_path(at, params, is_leaf=is_parameter)
+        tree = jax.tree.map_with_path(at, params, is_leaf=is_parameter)
+        decisions.note(why)
+        return tree
 
     return weight_dimension_numbers
 
@@ -268,9 +291,8 @@ def of_module_tree(
             return model(*args, **kwargs)
 
         output = output_layers(outputs, model, (), *args, **kwargs)
-    resolved_numbers = resolved(leaves, by_type, overrides, head_size, output)
     return look_up(
-        resolved_numbers,
+        *resolved(leaves, by_type, overrides, head_size, output),
         is_parameter,
         "floating-point array of the model that dimension_numbers",
     )

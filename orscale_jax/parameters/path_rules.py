@@ -10,8 +10,10 @@ from orscale_jax import validate
 from orscale_jax.parameters import expressions, heads
 from orscale_jax.parameters.dimension_numbers import (
     PLAIN,
+    RULE,
     DimensionNumbers,
     WeightDimensionNumbers,
+    decisions,
     default_numbers,
     explicit_axes,
     is_resolvable,
@@ -120,6 +122,7 @@ def resolver(
         guessed = default is None
         if guessed:
             default = default_numbers(tree, decided)
+        decisions.note(dict.fromkeys(decided, RULE))  # After the notes of the default.
 
         def of_all(known: Mapping[Path, Any]) -> PyTree:
             def own(path: Any, default: Any, _: Any) -> Any:

@@ -181,7 +181,7 @@ def _misfit(
 ) -> str | None:
     """Why an array of this shape cannot be sharded so."""
     if len(spec) > len(shape):
-        return f"it has {len(shape)} axes"
+        return "it has fewer axes"
     axes = typed_sharding.axes_of(spec, len(shape))
     named = [name for names in axes for name in names]
     if set(named).difference(mesh.axis_names):

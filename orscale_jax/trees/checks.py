@@ -127,7 +127,7 @@ def require_state(state: PyTree, wanted: PyTree, params: PyTree) -> None:
     """Refuse a state of other structure or shapes than ``init`` makes; no boxes."""
     structures: list[Any] = [jax.tree.structure(tree) for tree in (state, wanted)]
     if structures[0] != structures[1]:
-        raise ValueError(f"the state does not fit: {_misfit(state, wanted, params)}.")
+        raise ValueError(_misfit(state, wanted, params))
     arrays = jax.tree.leaves(state)
     types = [[*map(array_type, leaves)] for leaves in (arrays, jax.tree.leaves(wanted))]
     if types[0] == types[1]:
@@ -295,20 +295,29 @@ def _misfit(state: PyTree, wanted: PyTree, params: PyTree) -> str:
     """Where the structure of a state differs, and what to do."""
     difference = _first_difference(wanted, state)
     if difference is None:
-        return "its nodes have other static fields than those of optimizer.init(params)"
+        return (
+            "the state does not fit: its nodes have other static fields than those of "
+            "optimizer.init(params)."
+        )
     path, expected, found = difference
-    types, node, of_params = _types_in(params), wanted, False
+    types, node, owner = _types_in(params), wanted, None
     for depth, key in enumerate(path, start=1):
         parent, node = node, children(node)[key]
-        of_params |= _holds_params(node, parent, path[:depth], types)
-    if of_params and expected is None:
-        remedy = "Pass a gradient for this parameter, as init was given it"
-    elif isinstance(expected, tuple) and isinstance(found, dict | list | None):
+        if owner is None and _holds_params(node, parent, path[:depth], types):
+            owner = path[depth:]
+    if owner and _is_no_update(expected):
+        return (
+            f"the gradient of parameter {'.'.join(owner)!r} is None, but "
+            "optimizer.init was given this parameter: pass its gradient, which is zero "
+            "if the loss does not use it. To freeze it, pass optimizer.init the "
+            "parameters with None in its place."
+        )
+    if isinstance(expected, tuple) and isinstance(found, dict | list | None):
         remedy = (
             "If it was restored without a target, restore it into the structure of "
             "optimizer.init(params), such as with flax.serialization.from_state_dict"
         )
-    elif of_params:
+    elif owner is not None:
         remedy = (
             "Pass the state of these parameters. If some of them or their dimension "
             "numbers have changed, orscale_jax.convert_state(state, optimizer, params) "
@@ -319,4 +328,5 @@ def _misfit(state: PyTree, wanted: PyTree, params: PyTree) -> str:
             "If it is another optimizer's, pass the result of "
             "orscale_jax.convert_state(state, optimizer, params)"
         )
-    return f"{_in_words(*difference, 'optimizer.init(params)', 'the state')}. {remedy}"
+    where = _in_words(*difference, "optimizer.init(params)", "the state")
+    return f"the state does not fit: {where}. {remedy}."

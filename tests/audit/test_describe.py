@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.traverse_util import unflatten_dict
 from jax.sharding import (
     AbstractDevice,
@@ -33,6 +34,7 @@ from orscale_jax import (
     orthogonalize,
     state_shardings,
 )
+from orscale_jax.flax import nnx_dimension_numbers
 from tests import leaves
 from tests.runs import FAMILY
 
@@ -177,27 +179,48 @@ OPTIMIZERS = {
 
 
 def test_why_a_parameter_has_its_rule():
-    ones = {
+    shapes = {
         "up": (4, 8),
         "b": (8,),
         "embed": (9, 4),
-        "readout": (4, 9),
+        "table": (4, 9),
         "conv": (3, 3, 4),
     }
-    params = {name: jnp.ones(shape) for name, shape in ones.items()}
-    numbers = dict.fromkeys(params) | {"up": Dims(0, 1), "conv": Dims((0, 1), 2)}
-    description = describe(params, muon(1e-3, weight_dimension_numbers=numbers))
-    assert {row.path: row.why for row in description.rows} == {
-        "up": "shape", "b": "shape", "embed": "name", "readout": "dimension numbers",
-        "conv": "dimension numbers",
-    }  # fmt: skip
-    shown = [line for line in str(description).splitlines() if "(dimension" in line]
-    assert [line.split()[0] for line in shown] == ["readout"]
-    numbers["embed"] = Dims(0, 1)
-    described = describe(params, muon(1e-3, weight_dimension_numbers=numbers))
-    assert described.select("embed").rows[0].why == "dimension numbers"
-    theirs = describe(params, optax.adam(1e-3))
-    assert {row.why for row in theirs.rows} == {""}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    axes = Dims((0, 1), 2)
+    by_name = {"up": "shape", "b": "shape", "embed": "name"}
+    by_rule = by_path({"table": "adamw", "conv": axes})
+    given = dict.fromkeys(params) | {"conv": axes}
+    nested = by_path({"up": "matrix"}, otherwise=by_rule)
+    for numbers, whys in (
+        (by_rule, by_name | dict.fromkeys(("table", "conv"), "rule")),
+        (nested, by_name | dict.fromkeys(("up", "table", "conv"), "rule")),
+        (given, dict.fromkeys(params, "numbers") | {"b": "shape"}),
+        (lambda _: given, dict.fromkeys(params, "numbers") | {"b": "shape"}),
+    ):
+        optimizer = muon(1e-3, weight_dimension_numbers=numbers)
+        rows = describe(params, optimizer).rows
+        assert {row.path: row.why for row in rows} == whys
+    assert {row.why for row in describe(params, optax.adam(1e-3)).rows} == {""}
+
+
+def test_why_a_parameter_of_a_module_has_its_rule():
+    rngs = nnx.Rngs(0)
+    layers = [nnx.Linear(4, 4, rngs=rngs) for _ in range(3)]
+    model = nnx.Sequential(*layers)
+    rules = {r"layers\.1\.kernel": "adamw"}
+    for args, overrides, of_kernels in (
+        ((), None, ["module"] * 3),
+        ((jnp.ones((1, 4)),), rules, ["module", "rule", "output"]),
+    ):
+        numbers = nnx_dimension_numbers(model, *args, overrides=overrides)
+        description = describe(model, muon(1e-3, weight_dimension_numbers=numbers))
+        assert [row.why for row in description.select("kernel").rows] == of_kernels
+        assert {row.why for row in description.select("bias").rows} == {"shape"}
+    head = nnx.Dict(lm_head=layers[0])
+    numbers = nnx_dimension_numbers(head)
+    rows = describe(head, muon(1e-3, weight_dimension_numbers=numbers)).rows
+    assert [row.why for row in rows] == ["shape", "name"]
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
@@ -224,6 +247,10 @@ def test_dimension_numbers_in_place_of_the_optimizer():
         ValueError, match=r"optimizer is of type dict: .*muon\(rate, weight_"
     ):
         describe({"w": jnp.ones((4, 8))}, {"w": Dims(0, 1)})
+    with pytest.raises(TypeError, match=r"describe\(\): multiple .* params, optimizer"):
+        describe({"w": jnp.ones((4, 8))}, {"w": Dims(0, 1)}, optimizer=muon(0.1))
+    with pytest.raises(TypeError, match=r"of the optimizer: muon\(rate, weight_"):
+        describe({"w": jnp.ones((4, 8))}, weight_dimension_numbers={"w": Dims(0, 1)})
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -436,22 +463,29 @@ def test_the_family(name):
 
 
 TEXT = """\
-parameter     shape      rule    class      matrices  m × n    s        ‖W‖  parameters  state bytes
-────────────  ─────────  ──────  ─────────  ────────  ─────  ───  ─────────  ──────────  ───────────
-bias          (1000,)    adamw   bias                                             1,000        8,000
-layers.stack  (2, 1, 4)  matrix  other             2  1 × 4  0.4  2 … 4.472           8           88
-wte           (2, 2)     adamw   embedding                                            4           32
-────────────  ─────────  ──────  ─────────  ────────  ─────  ───  ─────────  ──────────  ───────────
-matrix        1 leaf                               2                                  8           88
-adamw         2 leaves                                                            1,004        8,032
-shared                                                                                             4
-all           3 leaves                             2                              1,012        8,124
+parameter     shape      rule    why    matrices    state bytes
+────────────  ─────────  ──────  ─────  ──────────  ───────────
+bias          (1000,)    adamw   shape                    8,000
+layers.stack  (2, 1, 4)  matrix  rule   2 of 1 × 4           88
+wte           (2, 2)     adamw   name                        32
+────────────  ─────────  ──────  ─────  ──────────  ───────────
+matrix        1 leaf                    2                    88
+adamw         2 leaves                                    8,032
+shared                                                        4
+all           3 leaves                  2                 8,124
 
 all parameters are float32
 state: 8.028 bytes per parameter
 
 stacks for Newton–Schulz
 2 of 1 × 4: layers.stack
+"""
+WIDE = """\
+parameter     shape      rule    why    class      matrices      s        ‖W‖  parameters  state bytes
+────────────  ─────────  ──────  ─────  ─────────  ──────────  ───  ─────────  ──────────  ───────────
+bias          (1000,)    adamw   shape  bias                                        1,000        8,000
+layers.stack  (2, 1, 4)  matrix  rule   other      2 of 1 × 4  0.4  2 … 4.472           8           88
+wte           (2, 2)     adamw   name   embedding                                       4           32
 """  # noqa: E501
 
 
@@ -489,7 +523,10 @@ def test_what_is_no_array_is_no_parameter(params, kind):
 
 
 def test_the_printed_table():
+    """With the columns that decide what to change; and its lines with all columns."""
     assert str(small()) + "\n" == TEXT
+    wide = small().to_text().splitlines(keepends=True)
+    assert "".join(wide[:5]) == WIDE and wide[10:] == TEXT.rstrip().splitlines(True)[10:]
 
 
 @pytest.mark.extended
@@ -522,13 +559,14 @@ def test_stacks():
 @pytest.mark.parametrize(
     ("params", "numbers", "shown", "hidden"),
     [
-        ({"w": (2, 3)}, None, "", ["‖W‖", "class", "m × n", "label"]),
-        ({"w": jnp.ones((2, 3))}, None, "‖W‖", ["first update"]),
+        ({"w": (2, 3)}, None, "", ["‖W‖", "class", "label", "blocks"]),
+        ({"w": jnp.ones((2, 3))}, None, "1 of 2 × 3", ["first update", "‖W‖"]),
+        ({"w": jnp.zeros((2, 3))}, None, "‖W‖", ["  parameters "]),
         ({"w": (2, 3), "b": (4,)}, None, "all parameters are float32", ["dtype"]),
         ({"w": (2, 3), "b": jnp.ones(4, jnp.bfloat16)}, None, "dtype", ["all param"]),
         ({"w": (2, 3)}, Dims(1, 0), "3 × 2", ["check"]),
         ({"b": (4,)}, None, "adamw", ["  s  ", "stacks"]),
-        ({"qkv": (4, 12), "b": (3,)}, None, "rule    check   class", []),
+        ({"qkv": (4, 12), "b": (3,)}, None, "rule    why    check   matrices", []),
     ],
 )
 def test_columns_that_say_nothing_are_left_out(params, numbers, shown, hidden):
@@ -542,10 +580,10 @@ def test_columns_that_say_nothing_are_left_out(params, numbers, shown, hidden):
 
 
 CSV = """\
-parameter,shape,dtype,rule,check,class,matrices,m,n,s,parameters,state_bytes
-bias,"(1000,)",float32,adamw,,bias,0,,,,1000,8000
-layers.stack,"(2, 1, 4)",float32,matrix,,other,2,1,4,0.4,8,88
-wte,"(2, 2)",float32,adamw,,embedding,0,,,,4,32
+parameter,shape,dtype,rule,why,check,class,matrices,m,n,s,parameters,state_bytes
+bias,"(1000,)",float32,adamw,shape,,bias,0,,,,1000,8000
+layers.stack,"(2, 1, 4)",float32,matrix,rule,,other,2,1,4,0.4,8,88
+wte,"(2, 2)",float32,adamw,name,,embedding,0,,,,4,32
 """
 
 

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 from orscale_jax.diagnostics import report as module
 from orscale_jax.diagnostics.__main__ import main
@@ -148,6 +149,17 @@ def test_the_page(report):
     for name in FIGURES:
         image = report.with_name(f"{name}.png").read_bytes()
         assert image.startswith(b"\x89PNG") and len(image) > 5000, name
+
+
+@pytest.mark.parametrize("ratios", [(0.86, 1.03), (1.0, 1.0), (0.7, 2.4), (0.1, 5)])
+def test_an_axis_of_ratios_has_ticks(ratios):
+    axes = Figure().subplots()
+    axes.plot(ratios)
+    module._log(axes, "y")
+    axes.figure.draw_without_rendering()
+    low, high = axes.get_ylim()
+    ticks = [tick for tick in axes.get_yticks() if low <= tick <= high]
+    assert 3 <= len(ticks) <= 8
 
 
 def test_hostile_names_are_text(report):

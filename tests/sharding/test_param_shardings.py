@@ -120,7 +120,10 @@ def test_other_shardings_cost_a_transfer_and_change_no_number(given):
     [
         (SPECS | {"up": P("data")}, r"PartitionSpec.*'data'.*|P\('data'.*'up'.*the axes"),
         (SPECS | {"up": P("fsdp", "fsdp")}, "'up'.*named twice"),
-        (SPECS | {"up": P(None, None, "fsdp")}, "'up' of shape .16, 32.*it has 2 axes"),
+        (
+            SPECS | {"up": P(None, None, "fsdp")},
+            "'up' of shape .16, 32.*has fewer axes",
+        ),
         (SPECS | {"experts": P(("fsdp", "tensor"))}, "'experts'.*do not divide 4"),
         ({"up": P("fsdp")}, "param_shardings must be a tree"),
         (SPECS | {"up": ("fsdp", None)}, "PartitionSpec .not a tuple."),
