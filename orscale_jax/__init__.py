@@ -1,6 +1,12 @@
 """OrScale for JAX: orthogonalized optimization with layer-wise trust-ratio scaling."""
 
 from orscale_jax import family as family
+from orscale_jax.audit.certificate import (
+    Certificate as Certificate,
+    CertificateRow as CertificateRow,
+    Sent as Sent,
+    assert_same_on as assert_same_on,
+)
 from orscale_jax.audit.describe import describe as describe
 from orscale_jax.audit.description import (
     Description as Description,

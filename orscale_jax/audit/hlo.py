@@ -50,6 +50,7 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
+        """The names of its operands."""
         return re.findall(r"%([\w.-]+)", self.arguments)
 
     @property
@@ -110,6 +111,7 @@ class Instruction(NamedTuple):
         return tuple(map(tuple, numbers.tolist()))
 
     def attribute(self, pattern: str) -> str | None:
+        """What the group of a pattern matches in its attributes."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else None
 
