@@ -1,6 +1,7 @@
 """Whether an update on a mesh is that of one device, and what its program sends."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orscale_jax.audit import hlo
-from orscale_jax.audit.causes import Array, Difference, cause_of
+from orscale_jax.audit.causes import Array, Place, cause_of
 from orscale_jax.audit.probe import draw, runnable
 from orscale_jax.audit.program import collectives, flops_of
 from orscale_jax.audit.state import leaves_by_path
@@ -23,13 +24,12 @@ from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.merging import merged
 from orscale_jax.trees.names import distinct_names
 
-# An optimizer that closes over a mesh is made again for one device.
+# The second: an optimizer that closes over a mesh is made again for one device.
 Optimizer: TypeAlias = (
     optax.GradientTransformation | Callable[[Mesh], optax.GradientTransformation]
 )
-
-# How often gradients are given until a parameter moves; after the last one that has
-# moved, the others get fewer. Two updates of each are compared: the second has momentum.
+# Of each leaf that moves, two updates are compared: the second has momentum. After the
+# last leaf has begun to move, the others get fewer updates to do so.
 _UPDATES, _MORE_UPDATES, _COMPARED = 128, 4, 2
 # Rounding in float32 moves a polar factor by some 1e-4. In other dtypes it is measured,
 # by gradients that are rounded otherwise.
@@ -37,13 +37,13 @@ _TOLERANCE, _ROUNDINGS = 1e-3, 8
 
 
 class Sent(NamedTuple):
-    """Collectives of one kind in the compiled program of an update.
+    """The collectives of one kind in the compiled program of an update.
 
     Attributes:
       kind: Such as ``"all-gather"``.
       times: How often they run.
       nbytes: The bytes that each device sends by them.
-      looped: Whether they are inside of a loop, so that they cannot be merged.
+      looped: Whether they are inside of a loop.
     """
 
     kind: str
@@ -53,14 +53,14 @@ class Sent(NamedTuple):
 
 
 class CertificateRow(NamedTuple):
-    """How far an update on a mesh is from that of one device, for one parameter.
+    """How far the update of a parameter on a mesh is from that on one device.
 
     Attributes:
       path: The parameter's path, with dots.
-      error: The norm of the difference over the norm of the update on one device, of the
-        worst matrix, in float32.
-      error_in_dtypes: The same in the parameters' own dtypes; None if all are float32.
-      cause: The likely cause of a difference beyond rounding; empty if there is none.
+      error: The norm of the difference over the norm of the update on one device, in
+        float32, of the worst matrix.
+      error_in_dtypes: The same in the parameters' own dtypes; None if these are float32.
+      cause: The likely cause, if the difference is more than rounding; otherwise empty.
     """
 
     path: str
@@ -71,31 +71,29 @@ class CertificateRow(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-    """How an update on a mesh compares with that of one device. ``print`` shows a table.
+    """How an update on a mesh compares with that on one device. ``print`` shows a table.
 
     Attributes:
       mesh: The mesh on which the updates ran, in words.
-      rows: One :class:`CertificateRow` per parameter.
+      rows: One :class:`CertificateRow` for each parameter.
       sent: One :class:`Sent` for each kind of collective in the program of an update.
       flops: The FLOPs of matrix products on each device in one update.
-      repetition: Those of all devices over those of one device alone: 1 if no product is
-        repeated; None if there are no products.
-      temporary_bytes: Bytes of temporary arrays on each device, as the compiler says.
-      refusal: Why the updates could not be compared; empty if they were.
+      repetition: The FLOPs of all devices over those of the same update on one device: 1
+        if no product is repeated, and 0 if there are none.
+      temporary_bytes: The bytes of temporary arrays on each device.
     """
 
     mesh: str
-    rows: tuple[CertificateRow, ...] = ()
-    sent: tuple[Sent, ...] = ()
-    flops: int = 0
-    repetition: float | None = None
-    temporary_bytes: int = 0
-    refusal: str = ""
+    rows: tuple[CertificateRow, ...]
+    sent: tuple[Sent, ...]
+    flops: int
+    repetition: float
+    temporary_bytes: int
 
     @property
     def same(self) -> bool:
-        """Whether the updates were compared, and all are those of one device."""
-        return not self.refusal and not any(row.cause for row in self.rows)
+        """Whether every update on the mesh is that on one device."""
+        return not any(row.cause for row in self.rows)
 
     @property
     def bytes_sent(self) -> int:
@@ -110,20 +108,20 @@ class Certificate:
     @property
     def verdict(self) -> str:
         """One line."""
-        if self.refusal:
-            return f"not compared on {self.mesh}: {self.refusal}"
         wrong = sum(bool(row.cause) for row in self.rows)
-        all_rows = f"{len(self.rows)} parameters"
-        told = f"NOT the update of one device, for {wrong} of {all_rows}"
-        if self.same:
-            told = f"the update of one device, for all {all_rows}"
+        told = (
+            f"NOT the update of one device for {wrong} of"
+            if wrong
+            else ("the update of one device for all")
+        )
         worst = max((row.error for row in self.rows), default=0.0)
-        return f"on {self.mesh}: {told} (largest relative error {worst:.1e})"
+        return (
+            f"on {self.mesh}: {told} {len(self.rows)} parameters (largest relative "
+            f"error {worst:.1e})"
+        )
 
     def __str__(self) -> str:
-        """The verdict, the parameters, and what the program sends and multiplies."""
-        if self.refusal:
-            return self.verdict
+        """The verdict, a table of the parameters, and what the program does."""
         table = [("parameter", "error", "in its dtype", "cause of the difference")]
         names = [row.path or "(the only leaf)" for row in self.rows]
         for name, members in merged(names, [row.cause for row in self.rows]):
@@ -136,21 +134,20 @@ class Certificate:
         columns = [column for column in zip(*table, strict=True) if any(column[1:])]
         widths = [max(map(len, column)) for column in columns]
         lines = [
-            "  ".join(map(str.ljust, line, widths)).rstrip()
-            for line in zip(*columns, strict=True)
+            "  ".join(map(str.ljust, cells, widths)).rstrip()
+            for cells in zip(*columns, strict=True)
         ]
-        kinds = [
+        kinds = ", ".join(
             f"{x.nbytes:,} by {x.times:,} × {x.kind}{' in loops' * x.looped}"
             for x in self.sent
-        ]
+        )
         lines.append(
             f"each device: {self.bytes_sent:,} bytes sent"
-            + (f" ({', '.join(kinds)})" if kinds else "")
+            + (f" ({kinds})" if kinds else "")
             + f", {self.temporary_bytes:,} bytes of temporaries, "
-            f"{self.flops / 1e9:.3g} GFLOP"
+            f"{self.flops / 1e9:.3g} GFLOP; all devices together: "
+            f"{self.repetition:.3g} × the products of one device"
         )
-        if self.repetition is not None:
-            lines[-1] += f", together {self.repetition:.3g} × those of one device"
         return "\n".join([self.verdict, *lines])
 
 
@@ -200,8 +197,6 @@ def assert_same_on(
         )
 
     certificate = certify(optimizer, jax.tree.map(placed, params), mesh, {})
-    if certificate.refusal:
-        raise ValueError(certificate.verdict)
     if not certificate.same:
         raise AssertionError(str(certificate))
     return certificate
@@ -228,13 +223,14 @@ def certify(
 ) -> Certificate:
     """Compare updates on a mesh with those of one device: see :func:`assert_same_on`."""
     running = running_mesh(mesh)
-    words = " × ".join(f"{size} {name}" for name, size in running.shape.items())
     leaves, structure = jax.tree.flatten(params)
     paths = [*leaves_by_path(unbox(params))]
     names = distinct_names(paths)
+    # Without axes, the last two are a matrix.
+    counted = [(*range(np.ndim(leaf)),) for leaf in leaves]
     readings = [
-        axes_of.get(path) or _last_axes(np.ndim(leaf))
-        for path, leaf in zip(paths, leaves, strict=True)
+        axes_of.get(path) or MatrixAxes(axes[:-2], axes[-2:-1], axes[-1:])
+        for path, axes in zip(paths, counted, strict=True)
     ]
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
     specs = [
@@ -247,53 +243,51 @@ def certify(
         jnp.promote_types(x, jnp.float32) if jnp.issubdtype(x, jnp.inexact) else x
         for x in own
     ]
-
-    def compared(dtypes: Sequence[Any], is_rounded: bool) -> _Comparison:
-        weights, *grads = (
+    # Accelerators round float32 before they multiply.
+    kinds = [(wide, running.devices.flat[0].platform != "cpu"), (own, True)]
+    errors, differences = [], []
+    for dtypes, is_rounded in kinds[: 1 + (own != wide)]:
+        arrays = [
             [
                 np.asarray(draw(np.shape(leaf), dtype, None)(3 * i + seed, size))
                 for i, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True))
             ]
             for seed, size in enumerate((0.02, 1.0, 1.0))
-        )
-        chains = (_Chain(optimizer, x, structure, specs) for x in (running, single))
-        comparison = _Comparison(*chains, weights, grads)
-        comparison.run(readings, is_rounded)
-        return comparison
-
-    try:
-        # As accelerators multiply float32.
-        in_float32 = compared(wide, running.devices.flat[0].platform != "cpu")
-        in_dtypes = in_float32 if own == wide else compared(own, True)
-    except _NotOnOneDevice as error:
-        return Certificate(words, refusal=str(error))
-    rows = []
-    for i, name in enumerate(names):
-        cause = in_float32.cause(i, names)
-        if i in in_dtypes.differences:
-            cause = cause or "only in the parameters' dtypes: a cast, or a narrow sum"
-        narrow = None if own == wide else in_dtypes.errors[i]
-        rows.append(CertificateRow(name, in_float32.errors[i], narrow, cause))
-    # A mesh may be there to compile for it only.
-    target = mesh if isinstance(mesh, Mesh) else running
-    program = in_float32.on_mesh.compiled_for(target)
-    issued, alone = (
-        [*hlo.runs(*hlo.parse(x.as_text() or ""))]
-        for x in (program, in_float32.on_one.program)
-    )
+        ]
+        chains = [_Chain(optimizer, x, structure, specs) for x in (running, single)]
+        found = _compared(*chains, arrays, readings, is_rounded)
+        errors.append(found[0])
+        differences.append(found[1])
+        if dtypes is wide:
+            causes = _causes(*chains, arrays, found[1], names)
+            # A mesh may be there to compile for it only.
+            target = mesh if isinstance(mesh, Mesh) else running
+            program, alone = chains[0].compiled_for(target), chains[1].program
+    for i in differences[-1].keys() - causes.keys():
+        causes[i] = "only in the parameters' dtypes: a cast, or a narrow sum"
+    issued = [*hlo.runs(*hlo.parse(program.as_text() or ""))]
     sent: dict[tuple[str, bool], Sent] = {}
     for x in collectives(issued):
         _, times, nbytes, _ = sent.get((x.kind, x.looped), Sent(x.kind, 0, 0, x.looped))
         nbytes += x.sent(target.size)
         sent[x.kind, x.looped] = Sent(x.kind, times + x.times, nbytes, x.looped)
-    flops, flops_alone = (sum(map(flops_of, x)) for x in (issued, alone))
+    flops = sum(map(flops_of, issued))
+    flops_alone = sum(map(flops_of, hlo.runs(*hlo.parse(alone.as_text() or ""))))
     memory = program.memory_analysis()
     return Certificate(
-        words,
-        tuple(rows),
+        " × ".join(f"{size} {name}" for name, size in running.shape.items()),
+        tuple(
+            CertificateRow(
+                name,
+                errors[0][i],
+                errors[1][i] if errors[1:] else None,
+                causes.get(i, ""),
+            )
+            for i, name in enumerate(names)
+        ),
         tuple(sent.values()),
         flops,
-        target.size * flops / flops_alone if flops_alone else None,
+        target.size * flops / max(1, flops_alone),
         0 if memory is None else memory.temp_size_in_bytes,
     )
 
@@ -326,16 +320,6 @@ def on_running_mesh(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=moved)
 
 
-def _last_axes(rank: int) -> MatrixAxes:
-    """The last two axes as a matrix, or the axis of a vector."""
-    axes = (*range(rank),)
-    return MatrixAxes(axes[:-2], axes[-2:-1], axes[-1:])
-
-
-class _NotOnOneDevice(Exception):
-    """An optimizer that runs on a mesh does not run on one device."""
-
-
 class _Chain:
     """An optimizer on a mesh, compiled once for parameters of one type."""
 
@@ -351,31 +335,58 @@ class _Chain:
         self, weights: Sequence[Array], grads: Sequence[Sequence[Array]]
     ) -> Iterator[list[jax.Array]]:
         """The leaves of each update, by gradients in turn; the weights do not change."""
-        with jax.set_mesh(self.mesh):
-            params, *gradients = map(self._placed, (weights, *grads))
-            optimizer = self._made_for(self.mesh)
-            state = jax.tree.map(
-                lambda x: (
-                    x
-                    if isinstance(getattr(x, "sharding", None), NamedSharding)
-                    else jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
-                ),
-                optimizer.init(params),
+
+        def placed(arrays: Sequence[Array]) -> PyTree:
+            shardings = [NamedSharding(self.mesh, spec) for spec in self.specs]
+            make = jax.make_array_from_callback
+            pairs = zip(arrays, shardings, strict=True)
+            arrays = [make(x.shape, where, x.__getitem__) for x, where in pairs]
+            return jax.tree.unflatten(self.structure, arrays)
+
+        def replicated(x: Any) -> Any:
+            known = isinstance(getattr(x, "sharding", None), NamedSharding)
+            return (
+                x
+                if known
+                else jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
             )
+
+        with jax.set_mesh(self.mesh):
+            params, *gradients = map(placed, (weights, *grads))
+            state = jax.tree.map(replicated, self.made_for(self.mesh).init(params))
         for gradient in itertools.cycle(gradients):
             with jax.set_mesh(self.mesh):
                 if self.program is None:
                     self.arguments = gradient, state, params
-                    self.program = self._compiled(optimizer, *self.arguments)
+                    self.program = self.compiled(self.mesh, *self.arguments)
                 try:
                     updates, state = self.program(gradient, state, params)
                 except (TypeError, ValueError):  # The types of the state have changed.
-                    program = self._compiled(optimizer, gradient, state, params)
+                    program = self.compiled(self.mesh, gradient, state, params)
                     updates, state = program(gradient, state, params)
             yield jax.tree.leaves(updates)
 
+    def made_for(self, mesh: Mesh) -> Any:
+        """The optimizer."""
+        known = hasattr(self.optimizer, "update")
+        return self.optimizer if known else self.optimizer(mesh)
+
+    def compiled(self, mesh: Mesh, grads: Any, state: Any, params: Any) -> Any:
+        """The program of an update."""
+        where = jax.tree.map(lambda x: x.sharding, (params, state))
+        try:
+            update = runnable(self.made_for(mesh), grads, state, params)
+            jitted = jax.jit(update, out_shardings=where)
+            return jitted.lower(grads, state, params).compile()
+        except Exception as error:  # Whatever a foreign update raises.
+            raise ValueError(
+                f"on the mesh {dict(mesh.shape)} the optimizer raised "
+                f"{type(error).__name__}: {error}\nIf it closes over a mesh, call "
+                "assert_same_on with the function that makes it from a mesh."
+            ) from error
+
     def compiled_for(self, mesh: Mesh) -> Any:
-        """The program of an update on a mesh with these axes."""
+        """The program of an update on another mesh with these axes."""
         if mesh == self.mesh:
             return self.program
         arguments = jax.tree.map(
@@ -385,156 +396,116 @@ class _Chain:
             self.arguments,
         )
         with jax.set_mesh(mesh):
-            return self._compiled(self._made_for(mesh), *arguments)
+            return self.compiled(mesh, *arguments)
 
-    def _made_for(self, mesh: Mesh) -> Any:
-        known = hasattr(self.optimizer, "update")
-        return self.optimizer if known else self.optimizer(mesh)
 
-    def _placed(self, arrays: Sequence[Array]) -> PyTree:
-        placed = [
-            jax.make_array_from_callback(
-                x.shape, NamedSharding(self.mesh, spec), x.__getitem__
+# Of a leaf: the step, its update on the mesh, and the updates of all on one device.
+_Differences: TypeAlias = dict[int, tuple[int, jax.Array, list[Array]]]
+
+
+def _compared(
+    on_mesh: _Chain,
+    on_one: _Chain,
+    arrays: Sequence[Sequence[Array]],
+    readings: Sequence[MatrixAxes],
+    is_rounded: bool,
+) -> tuple[list[float], _Differences]:
+    """The largest errors, and of each leaf the first update that is beyond rounding."""
+    weights, *grads = arrays
+    signs = np.random.default_rng(0)
+    nudged = [
+        [(x * (1 + signs.choice((-1, 1), x.shape) / 256)).astype(x.dtype) for x in each]
+        for each in grads
+    ]
+    runs = [on_mesh.updates(weights, grads), on_one.updates(weights, grads)]
+    runs += [on_one.updates(weights, nudged)] if is_rounded else []
+    errors, noise, moved = ([0.0] * len(weights) for _ in range(3))
+    differences: _Differences = {}
+    left = _UPDATES
+    for step in range(_UPDATES):
+        found, *of_one = map(next, runs)
+        wanted, rounded = ([_wide(x) for x in of_one[i]] for i in (0, -1))
+        for i, axes in enumerate(readings):
+            one = wanted[i]
+            off = np.zeros(one.shape)
+            for shard in found[i].addressable_shards:
+                apart = abs(_wide(shard.data) - one[shard.index])
+                off[shard.index] = np.maximum(off[shard.index], apart)
+            error = _relative(off, one, axes)
+            errors[i] = max(errors[i], error)
+            noise[i] = max(noise[i], _relative(abs(rounded[i] - one), one, axes))
+            if error > max(_TOLERANCE, _ROUNDINGS * noise[i]):
+                differences.setdefault(i, (step, found[i], wanted))
+            if one.any() or off.any():
+                left = left if moved[i] else _MORE_UPDATES + 1
+                moved[i] += 1
+        left -= 1
+        if not left or min(moved, default=_COMPARED) >= _COMPARED:
+            break
+    return errors, differences
+
+
+def _causes(
+    on_mesh: _Chain,
+    on_one: _Chain,
+    arrays: Sequence[Sequence[Array]],
+    differences: _Differences,
+    names: Sequence[str],
+) -> dict[int, str]:
+    """The likely cause of each difference."""
+    mesh, causes = on_mesh.mesh, dict[int, str]()
+
+    @functools.cache
+    def by_shards(along: Sequence[str], step: int) -> list[tuple[Array, list[Place]]]:
+        """The updates of devices that have only their own shards along some axes."""
+        cut = [
+            PartitionSpec(
+                *(
+                    tuple(x for x in typed_sharding.names(entry) if x in along)
+                    for entry in spec
+                )
             )
-            for x, spec in zip(arrays, self.specs, strict=True)
+            for spec in on_mesh.specs
         ]
-        return jax.tree.unflatten(self.structure, placed)
-
-    def _compiled(self, optimizer: Any, grads: Any, state: Any, params: Any) -> Any:
-        where = jax.tree.map(lambda x: x.sharding, (params, state))
-        update = jax.jit(runnable(optimizer, grads, state, params), out_shardings=where)
-        return update.lower(grads, state, params).compile()
-
-
-class _Comparison:
-    """Updates on a mesh and on one device, by the same gradients."""
-
-    def __init__(
-        self,
-        on_mesh: _Chain,
-        on_one: _Chain,
-        weights: Sequence[Array],
-        grads: Sequence[Sequence[Array]],
-    ) -> None:
-        self.on_mesh, self.on_one = on_mesh, on_one
-        self.weights, self.grads = weights, grads
-        self.errors = [0.0] * len(weights)
-        #: Of a leaf that differs: the step, its updates, all updates of one device.
-        self.differences: dict[int, tuple[int, Difference, list[Array]]] = {}
-        self._instead: dict[tuple[Any, int], list[Array]] = {}
-
-    def run(self, readings: Sequence[MatrixAxes], is_rounded: bool) -> None:
-        """Compare two updates of each leaf that moves."""
-        on_mesh = self.on_mesh.updates(self.weights, self.grads)
-        on_one = self.on_one.updates(self.weights, self.grads)
-        rng = np.random.default_rng(0)
-        nudged = [
-            [
-                (x * (1 + rng.choice((-1, 1), x.shape) / 256)).astype(x.dtype)
-                for x in grads
-            ]
-            for grads in self.grads
+        maps = [
+            NamedSharding(mesh, spec).devices_indices_map(x.shape).values()
+            for spec, x in zip(cut, arrays[0], strict=True)
         ]
-        rounded = self.on_one.updates(self.weights, nudged)
-        noise, moved, left = [0.0] * len(readings), [0] * len(readings), _UPDATES
-        for step in range(_UPDATES):
-            found = next(on_mesh)
+        chain = _Chain(on_one.optimizer, on_one.mesh, on_one.structure, cut)
+        results = [(np.zeros(x.shape, x.dtype), list[Place]()) for x in arrays[0]]
+        for places in {str(at): at for at in zip(*maps, strict=True)}.values():
+            weights, *grads = (
+                [x[at] for x, at in zip(each, places, strict=True)] for each in arrays
+            )
             try:
-                wanted = [_wide(x) for x in next(on_one)]
-            except Exception as error:  # Whatever a foreign update raises.
-                raise _NotOnOneDevice(
-                    f"the optimizer raises {type(error).__name__} on one device: "
-                    f"{error}\nIf it closes over a mesh, call assert_same_on with the "
-                    "function that makes it from a mesh."
-                ) from error
-            others = [_wide(x) for x in next(rounded)] if is_rounded else wanted
-            for i, axes in enumerate(readings):
-                one = wanted[i]
-                off = np.zeros(one.shape)
-                for shard in found[i].addressable_shards:
-                    apart = abs(_wide(shard.data) - one[shard.index])
-                    off[shard.index] = np.maximum(off[shard.index], apart)
-                error = _relative(off, one, axes)
-                noise[i] = max(noise[i], _relative(abs(others[i] - one), one, axes))
-                self.errors[i] = max(self.errors[i], error)
-                if error > max(_TOLERANCE, _ROUNDINGS * noise[i]):
-                    difference = self._difference(found[i], one)
-                    self.differences.setdefault(i, (step, difference, wanted))
-                if one.any() or off.any():
-                    left = left if moved[i] else _MORE_UPDATES + 1
-                    moved[i] += 1
-            left -= 1
-            if not left or min(moved, default=_COMPARED) >= _COMPARED:
+                *_, last = itertools.islice(chain.updates(weights, grads), step + 1)
+            except ValueError:  # The optimizer refuses shards.
                 break
+            for (whole, of_whole), at, update in zip(results, places, last, strict=True):
+                whole[at] = update
+                of_whole.append(at)
+        return results
 
-    def _difference(self, update: jax.Array, wanted: Array) -> Difference:
-        shards = [
-            (str(x.index), x.index, _wide(x.data)) for x in update.addressable_shards
-        ]
-        places = {key: at for key, at, _ in shards}
-        found = np.zeros_like(wanted)
-        for _, at, values in shards:
+    long = [name for name, size in mesh.shape.items() if size > 1]
+    subsets = [
+        along
+        for count in range(1, len(long) + 1)
+        for along in itertools.combinations(long, count)
+    ]
+    for i, (step, update, wanted) in differences.items():
+        shards = [(x.index, _wide(x.data)) for x in update.addressable_shards]
+        found = np.zeros_like(wanted[i])
+        for at, values in shards:
             found[at] = values
-        agree = all(np.array_equal(found[at], x, equal_nan=True) for _, at, x in shards)
-        lengths = [size for size in self.on_mesh.mesh.axis_sizes if size > 1]
-        return Difference(found, wanted, agree, [*places.values()], lengths)
-
-    def cause(self, index: int, names: Sequence[str]) -> str:
-        """The likely cause of a leaf's difference; empty if it has none."""
-        if index not in self.differences:
-            return ""
-        step, difference, wanted = self.differences[index]
-        others = dict(zip(names, wanted, strict=True))
-        del others[names[index]]
-        long = [name for name, size in self.on_mesh.mesh.shape.items() if size > 1]
-
-        def hypotheses() -> Iterator[tuple[str, Array]]:
-            for along in itertools.chain.from_iterable(
-                itertools.combinations(long, count + 1) for count in range(len(long))
-            ):
-                yield (
-                    f"each shard along {' and '.join(along)} is computed alone",
-                    self._by_shards(along, step)[index],
-                )
-
-        return cause_of(difference, others, hypotheses)
-
-    def _by_shards(self, along: Sequence[str], step: int) -> list[Array]:
-        """The update of devices that have only their own shards along some axes."""
-        if (along, step) not in self._instead:
-            mesh, result = self.on_mesh.mesh, [np.zeros_like(x) for x in self.weights]
-            cut = [
-                PartitionSpec(
-                    *(
-                        tuple(x for x in typed_sharding.names(entry) if x in along)
-                        for entry in spec
-                    )
-                )
-                for spec in self.on_mesh.specs
-            ]
-            maps = [
-                NamedSharding(mesh, spec).devices_indices_map(x.shape)
-                for spec, x in zip(cut, self.weights, strict=True)
-            ]
-            places = {str(at): at for at in zip(*(x.values() for x in maps), strict=True)}
-            chain = _Chain(
-                self.on_one.optimizer, self.on_one.mesh, self.on_one.structure, cut
-            )
-            for at in places.values():
-                weights, *grads = (
-                    [x[place] for x, place in zip(arrays, at, strict=True)]
-                    for arrays in (self.weights, *self.grads)
-                )
-                try:
-                    updates = next(
-                        itertools.islice(chain.updates(weights, grads), step, None)
-                    )
-                except Exception:  # Of an optimizer that refuses shards.
-                    break
-                for whole, place, update in zip(result, at, updates, strict=True):
-                    whole[place] = update
-            self._instead[along, step] = result
-        return self._instead[along, step]
+        agree = all(np.array_equal(found[at], x, equal_nan=True) for at, x in shards)
+        places = [*{str(at): at for at, _ in shards}.values()]
+        others = {
+            name: x for name, x in zip(names, wanted, strict=True) if name != names[i]
+        }
+        alone = ((" and ".join(x), *by_shards(x, step)[i]) for x in subsets)
+        lengths = [mesh.shape[name] for name in long]
+        causes[i] = cause_of(found, wanted[i], agree, places, lengths, others, alone)
+    return causes
 
 
 def _wide(x: Any) -> Array:
