@@ -20,6 +20,7 @@ from orscale_jax.audit.program import collectives, flops_of
 from orscale_jax.audit.state import leaves_by_path
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.sharding import typed_sharding
+from orscale_jax.sharding.state_shardings import state_shardings
 from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.merging import merged
 from orscale_jax.trees.names import distinct_names
@@ -262,7 +263,10 @@ def certify(
             causes = _causes(*chains, arrays, found[1], names)
             # A mesh may be there to compile for it only.
             target = mesh if isinstance(mesh, Mesh) else running
-            program, alone = chains[0].compiled_for(target), chains[1].program
+            program, alone = (chain.program for chain in chains)
+            if target != running:
+                shapes = [(x.shape, x.dtype) for x in arrays[0]]
+                program = chains[0].compiled_for(target, shapes)
     for i in differences[-1].keys() - causes.keys():
         causes[i] = "only in the parameters' dtypes: a cast, or a narrow sum"
     issued = [*hlo.runs(*hlo.parse(program.as_text() or ""))]
@@ -328,7 +332,6 @@ class _Chain:
     ) -> None:
         self.optimizer, self.mesh = optimizer, mesh
         self.structure, self.specs = structure, specs
-        self.arguments: Any = None
         self.program: Any = None
 
     def updates(
@@ -353,17 +356,17 @@ class _Chain:
 
         with jax.set_mesh(self.mesh):
             params, *gradients = map(placed, (weights, *grads))
-            state = jax.tree.map(replicated, self.made_for(self.mesh).init(params))
+            optimizer = self.made_for(self.mesh)
+            state = jax.tree.map(replicated, optimizer.init(params))
         for gradient in itertools.cycle(gradients):
             with jax.set_mesh(self.mesh):
+                arguments = gradient, state, params
                 if self.program is None:
-                    self.arguments = gradient, state, params
-                    self.program = self.compiled(self.mesh, *self.arguments)
+                    self.program = self.compiled(optimizer, *arguments)
                 try:
-                    updates, state = self.program(gradient, state, params)
+                    updates, state = self.program(*arguments)
                 except (TypeError, ValueError):  # The types of the state have changed.
-                    program = self.compiled(self.mesh, gradient, state, params)
-                    updates, state = program(gradient, state, params)
+                    updates, state = self.compiled(optimizer, *arguments)(*arguments)
             yield jax.tree.leaves(updates)
 
     def made_for(self, mesh: Mesh) -> Any:
@@ -371,32 +374,38 @@ class _Chain:
         known = hasattr(self.optimizer, "update")
         return self.optimizer if known else self.optimizer(mesh)
 
-    def compiled(self, mesh: Mesh, grads: Any, state: Any, params: Any) -> Any:
+    def compiled(self, optimizer: Any, grads: Any, state: Any, params: Any) -> Any:
         """The program of an update."""
         where = jax.tree.map(lambda x: x.sharding, (params, state))
         try:
-            update = runnable(self.made_for(mesh), grads, state, params)
+            update = runnable(optimizer, grads, state, params)
             jitted = jax.jit(update, out_shardings=where)
             return jitted.lower(grads, state, params).compile()
         except Exception as error:  # Whatever a foreign update raises.
             raise ValueError(
-                f"on the mesh {dict(mesh.shape)} the optimizer raised "
-                f"{type(error).__name__}: {error}\nIf it closes over a mesh, call "
-                "assert_same_on with the function that makes it from a mesh."
+                f"on {self.mesh.size} devices the optimizer does not run: {error}\nIf it "
+                "closes over a mesh, call assert_same_on with the function that makes it "
+                "from a mesh."
             ) from error
 
-    def compiled_for(self, mesh: Mesh) -> Any:
-        """The program of an update on another mesh with these axes."""
-        if mesh == self.mesh:
-            return self.program
-        arguments = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(mesh, x.sharding.spec)
-            ),
-            self.arguments,
+    def compiled_for(self, mesh: Mesh, shapes: Sequence[Any]) -> Any:
+        """The program of an update on another mesh with these axes, not to be run."""
+        params = jax.tree.unflatten(
+            self.structure,
+            [
+                jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, spec))
+                for shape, spec in zip(shapes, self.specs, strict=True)
+            ],
         )
         with jax.set_mesh(mesh):
-            return self.compiled(mesh, *arguments)
+            optimizer = self.made_for(mesh)
+            shardings = state_shardings(optimizer, params)
+            state = jax.tree.map(
+                lambda x, where: x.update(sharding=where),
+                jax.eval_shape(optimizer.init, params),
+                shardings,
+            )
+            return self.compiled(optimizer, params, state, params)
 
 
 # Of a leaf: the step, its update on the mesh, and the updates of all on one device.
