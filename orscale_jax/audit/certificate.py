@@ -110,16 +110,11 @@ class Certificate:
     def verdict(self) -> str:
         """One line."""
         wrong = sum(bool(row.cause) for row in self.rows)
-        told = (
-            f"NOT the update of one device for {wrong} of"
-            if wrong
-            else ("the update of one device for all")
-        )
+        said = f"NOT the update of one device for {wrong} of" if wrong else ""
+        said = said or "the update of one device for all"
         worst = max((row.error for row in self.rows), default=0.0)
-        return (
-            f"on {self.mesh}: {told} {len(self.rows)} parameters (largest relative "
-            f"error {worst:.1e})"
-        )
+        told = f"{len(self.rows)} parameters (largest relative error {worst:.1e})"
+        return f"on {self.mesh}: {said} {told}"
 
     def __str__(self) -> str:
         """The verdict, a table of the parameters, and what the program does."""
@@ -128,10 +123,9 @@ class Certificate:
         for name, members in merged(names, [row.cause for row in self.rows]):
             rows = [self.rows[i] for i in members]
             own = [x.error_in_dtypes for x in rows if x.error_in_dtypes is not None]
+            error = f"{max(x.error for x in rows):.1e}"
             narrow = f"{max(own):.1e}" if own else ""
-            table.append(
-                (name, f"{max(x.error for x in rows):.1e}", narrow, rows[0].cause)
-            )
+            table.append((name, error, narrow, rows[0].cause))
         columns = [column for column in zip(*table, strict=True) if any(column[1:])]
         widths = [max(map(len, column)) for column in columns]
         lines = [
@@ -187,7 +181,7 @@ def assert_same_on(
       >>> certificate.looped_bytes
       0
     """
-    params = trained(params, optimizer)
+    params, optimizer = trained(params, optimizer), getattr(optimizer, "tx", optimizer)
 
     def placed(leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = getattr(leaf, "sharding", None)
@@ -237,7 +231,8 @@ def certify(
     specs = [
         x.spec if isinstance(x, NamedSharding) else PartitionSpec() for x in shardings
     ]
-    first = running.devices.ravel()[:1].reshape((1,) * running.devices.ndim)
+    ours = [x for x in running.devices.flat if x.process_index == jax.process_index()]
+    first = np.array(ours[:1]).reshape((1,) * running.devices.ndim)
     single = Mesh(first, running.axis_names, axis_types=running.axis_types)
     own = [jnp.result_type(leaf) for leaf in leaves]
     wide = [
@@ -246,7 +241,7 @@ def certify(
     ]
     # Accelerators round float32 before they multiply.
     kinds = [(wide, running.devices.flat[0].platform != "cpu"), (own, True)]
-    errors, differences = [], []
+    compared = []
     for dtypes, is_rounded in kinds[: 1 + (own != wide)]:
         arrays = [
             [
@@ -256,17 +251,16 @@ def certify(
             for seed, size in enumerate((0.02, 1.0, 1.0))
         ]
         chains = [_Chain(optimizer, x, structure, specs) for x in (running, single)]
-        found = _compared(*chains, arrays, readings, is_rounded)
-        errors.append(found[0])
-        differences.append(found[1])
-        if dtypes is wide:
-            causes = _causes(*chains, arrays, found[1], names)
+        compared.append(_compared(*chains, arrays, readings, is_rounded))
+        if len(compared) == 1:
+            causes = _causes(*chains, arrays, compared[0][1], names)
             # A mesh may be there to compile for it only.
             target = mesh if isinstance(mesh, Mesh) else running
             program, alone = (chain.program for chain in chains)
             if target != running:
                 shapes = [(x.shape, x.dtype) for x in arrays[0]]
                 program = chains[0].compiled_for(target, shapes)
+    errors, differences = zip(*compared, strict=True)
     for i in differences[-1].keys() - causes.keys():
         causes[i] = "only in the parameters' dtypes: a cast, or a narrow sum"
     issued = [*hlo.runs(*hlo.parse(program.as_text() or ""))]
@@ -340,19 +334,18 @@ class _Chain:
         """The leaves of each update, by gradients in turn; the weights do not change."""
 
         def placed(arrays: Sequence[Array]) -> PyTree:
-            shardings = [NamedSharding(self.mesh, spec) for spec in self.specs]
-            make = jax.make_array_from_callback
-            pairs = zip(arrays, shardings, strict=True)
-            arrays = [make(x.shape, where, x.__getitem__) for x, where in pairs]
-            return jax.tree.unflatten(self.structure, arrays)
+            leaves = [
+                jax.make_array_from_callback(
+                    x.shape, NamedSharding(self.mesh, spec), x.__getitem__
+                )
+                for x, spec in zip(arrays, self.specs, strict=True)
+            ]
+            return jax.tree.unflatten(self.structure, leaves)
 
         def replicated(x: Any) -> Any:
-            known = isinstance(getattr(x, "sharding", None), NamedSharding)
-            return (
-                x
-                if known
-                else jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
-            )
+            if isinstance(getattr(x, "sharding", None), NamedSharding):
+                return x
+            return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
 
         with jax.set_mesh(self.mesh):
             params, *gradients = map(placed, (weights, *grads))
@@ -421,13 +414,17 @@ def _compared(
 ) -> tuple[list[float], _Differences]:
     """The largest errors, and of each leaf the first update that is beyond rounding."""
     weights, *grads = arrays
-    signs = np.random.default_rng(0)
-    nudged = [
-        [(x * (1 + signs.choice((-1, 1), x.shape) / 256)).astype(x.dtype) for x in each]
-        for each in grads
-    ]
     runs = [on_mesh.updates(weights, grads), on_one.updates(weights, grads)]
-    runs += [on_one.updates(weights, nudged)] if is_rounded else []
+    if is_rounded:
+        signs = np.random.default_rng(0)
+        nudged = [
+            [
+                (x * (1 + signs.choice((-1, 1), x.shape) / 256)).astype(x.dtype)
+                for x in each
+            ]
+            for each in grads
+        ]
+        runs.append(on_one.updates(weights, nudged))
     errors, noise, moved = ([0.0] * len(weights) for _ in range(3))
     differences: _Differences = {}
     left = _UPDATES
@@ -436,13 +433,14 @@ def _compared(
         wanted, rounded = ([_wide(x) for x in of_one[i]] for i in (0, -1))
         for i, axes in enumerate(readings):
             one = wanted[i]
-            off = np.zeros(one.shape)
+            off = np.zeros(one.shape, one.real.dtype)
             for shard in found[i].addressable_shards:
                 apart = abs(_wide(shard.data) - one[shard.index])
                 off[shard.index] = np.maximum(off[shard.index], apart)
             error = _relative(off, one, axes)
             errors[i] = max(errors[i], error)
-            noise[i] = max(noise[i], _relative(abs(rounded[i] - one), one, axes))
+            if is_rounded:
+                noise[i] = max(noise[i], _relative(abs(rounded[i] - one), one, axes))
             if error > max(_TOLERANCE, _ROUNDINGS * noise[i]):
                 differences.setdefault(i, (step, found[i], wanted))
             if one.any() or off.any():

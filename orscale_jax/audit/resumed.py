@@ -63,8 +63,8 @@ def check_state(
     changes: list[Any] = []
     for path, norms in (pair for tree in stored for pair in leaves_by_path(tree).items()):
         if (axes := kept[path].axes) is not None:
-            now, then = jax.device_get((axes.norms(leaf_of[path]), norms))
-            changes += [*np.abs(now / then - 1)[then > 0].ravel()]
+            now, then = map(np.ravel, jax.device_get((axes.norms(leaf_of[path]), norms)))
+            changes += [*(abs(now - then)[then > 0] / then[then > 0])]
     if changes and np.median(changes) > _CHANGED:
         raise ValueError(
             "the state is that of another model: the norms of most matrices in it differ "
