@@ -201,6 +201,21 @@ def test_a_described_mesh_has_devices_that_are_there(kind):
     assert description.mesh.startswith("2 dcn × 64 fsdp")
 
 
+@pytest.mark.extended
+def test_a_mesh_to_compile_for(monkeypatch):
+    """The updates run on devices that are there, the program is for all."""
+    mesh = mesh_of({"data": 8})
+    params = abstract(
+        mesh, {"w": (16, 32), "v": (16, 32)}, {"w": P("data"), "v": P("data")}
+    )
+    there = assert_same_on(mesh, muon(1e-2), params)
+    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:2])
+    elsewhere = assert_same_on(mesh, muon(1e-2), params)
+    assert (there.mesh, elsewhere.mesh) == ("8 data", "2 data")
+    assert elsewhere.bytes_sent == there.bytes_sent > 0
+    assert elsewhere.flops == there.flops
+
+
 def test_a_single_device_cannot_take_the_place_of_a_mesh(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
     mesh = AbstractMesh((4,), ("a",), (AUTO,))
