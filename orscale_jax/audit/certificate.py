@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orscale_jax.audit import hlo
 from orscale_jax.audit.causes import Array, Place, cause_of
-from orscale_jax.audit.probe import draw, runnable
+from orscale_jax.audit.probe import draw, runnable, running_mesh
 from orscale_jax.audit.program import collectives, flops_of
 from orscale_jax.audit.state import leaves_by_path
 from orscale_jax.parameters.axes import MatrixAxes
@@ -258,8 +257,8 @@ def certify(
             target = mesh if isinstance(mesh, Mesh) else running
             program, alone = (chain.program for chain in chains)
             if target != running:
-                shapes = [(x.shape, x.dtype) for x in arrays[0]]
-                program = chains[0].compiled_for(target, shapes)
+                chain = _Chain(optimizer, target, structure, specs)
+                program = chain.program_for([(x.shape, x.dtype) for x in arrays[0]])
     errors, differences = zip(*compared, strict=True)
     for i in differences[-1].keys() - causes.keys():
         causes[i] = "only in the parameters' dtypes: a cast, or a narrow sum"
@@ -290,42 +289,15 @@ def certify(
     )
 
 
-def running_mesh(mesh: Mesh | AbstractMesh) -> Mesh:
-    """The mesh, or one of devices that are there, with shorter axes if need be."""
-    devices = jax.devices()
-    if isinstance(mesh, Mesh) and {*mesh.devices.flat} <= {*devices}:
-        return mesh
-    sizes = list(mesh.axis_sizes)
-    while math.prod(sizes) > len(devices):
-        longest = sizes.index(max(sizes))
-        sizes[longest] //= next(n for n in itertools.count(2) if not sizes[longest] % n)
-    if math.prod(sizes) == 1 < mesh.size:
-        raise ValueError(
-            f"the optimizer has to run on a mesh like {dict(mesh.shape)}, but there is "
-            "one device: call jax.config.update('jax_num_cpu_devices', 8) before JAX "
-            "starts."
-        )
-    chosen = np.array(devices[: math.prod(sizes)]).reshape(sizes)
-    return Mesh(chosen, mesh.axis_names, axis_types=mesh.axis_types)
-
-
-def on_running_mesh(leaf: Any) -> Any:
-    """A leaf of a mesh whose devices are not there, on those that are."""
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or isinstance(leaf, jax.Array):
-        return leaf
-    moved = NamedSharding(running_mesh(sharding.mesh), sharding.spec)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=moved)
-
-
 class _Chain:
     """An optimizer on a mesh, compiled once for parameters of one type."""
 
     def __init__(
         self, optimizer: Any, mesh: Mesh, structure: Any, specs: Sequence[PartitionSpec]
     ) -> None:
-        self.optimizer, self.mesh = optimizer, mesh
-        self.structure, self.specs = structure, specs
+        made = hasattr(optimizer, "update")
+        self.optimizer = optimizer if made else optimizer(mesh)
+        self.mesh, self.structure, self.specs = mesh, structure, specs
         self.program: Any = None
 
     def updates(
@@ -349,29 +321,39 @@ class _Chain:
 
         with jax.set_mesh(self.mesh):
             params, *gradients = map(placed, (weights, *grads))
-            optimizer = self.made_for(self.mesh)
-            state = jax.tree.map(replicated, optimizer.init(params))
+            state = jax.tree.map(replicated, self.optimizer.init(params))
         for gradient in itertools.cycle(gradients):
             with jax.set_mesh(self.mesh):
                 arguments = gradient, state, params
                 if self.program is None:
-                    self.program = self.compiled(optimizer, *arguments)
+                    self.program = self._compiled(*arguments)
                 try:
                     updates, state = self.program(*arguments)
                 except (TypeError, ValueError):  # The types of the state have changed.
-                    updates, state = self.compiled(optimizer, *arguments)(*arguments)
+                    updates, state = self._compiled(*arguments)(*arguments)
             yield jax.tree.leaves(updates)
 
-    def made_for(self, mesh: Mesh) -> Any:
-        """The optimizer."""
-        known = hasattr(self.optimizer, "update")
-        return self.optimizer if known else self.optimizer(mesh)
+    def program_for(self, shapes: Sequence[tuple[Any, Any]]) -> Any:
+        """The program of an update, on devices that need not be there."""
+        params = jax.tree.unflatten(
+            self.structure,
+            [
+                jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(self.mesh, spec))
+                for shape, spec in zip(shapes, self.specs, strict=True)
+            ],
+        )
+        with jax.set_mesh(self.mesh):
+            state = jax.tree.map(
+                lambda x, where: x.update(sharding=where),
+                jax.eval_shape(self.optimizer.init, params),
+                state_shardings(self.optimizer, params),
+            )
+            return self._compiled(params, state, params)
 
-    def compiled(self, optimizer: Any, grads: Any, state: Any, params: Any) -> Any:
-        """The program of an update."""
+    def _compiled(self, grads: Any, state: Any, params: Any) -> Any:
         where = jax.tree.map(lambda x: x.sharding, (params, state))
         try:
-            update = runnable(optimizer, grads, state, params)
+            update = runnable(self.optimizer, grads, state, params)
             jitted = jax.jit(update, out_shardings=where)
             return jitted.lower(grads, state, params).compile()
         except Exception as error:  # Whatever a foreign update raises.
@@ -380,25 +362,6 @@ class _Chain:
                 "closes over a mesh, call assert_same_on with the function that makes it "
                 "from a mesh."
             ) from error
-
-    def compiled_for(self, mesh: Mesh, shapes: Sequence[Any]) -> Any:
-        """The program of an update on another mesh with these axes, not to be run."""
-        params = jax.tree.unflatten(
-            self.structure,
-            [
-                jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, spec))
-                for shape, spec in zip(shapes, self.specs, strict=True)
-            ],
-        )
-        with jax.set_mesh(mesh):
-            optimizer = self.made_for(mesh)
-            shardings = state_shardings(optimizer, params)
-            state = jax.tree.map(
-                lambda x, where: x.update(sharding=where),
-                jax.eval_shape(optimizer.init, params),
-                shardings,
-            )
-            return self.compiled(optimizer, params, state, params)
 
 
 # Of a leaf: the step, its update on the mesh, and the updates of all on one device.
@@ -493,12 +456,9 @@ def _causes(
                 of_whole.append(at)
         return results
 
-    long = [name for name, size in mesh.shape.items() if size > 1]
-    subsets = [
-        along
-        for count in range(1, len(long) + 1)
-        for along in itertools.combinations(long, count)
-    ]
+    lengths = {name: size for name, size in mesh.shape.items() if size > 1}
+    counts = range(1, len(lengths) + 1)
+    subsets = [x for count in counts for x in itertools.combinations(lengths, count)]
     for i, (step, update, wanted) in differences.items():
         shards = [(x.index, _wide(x.data)) for x in update.addressable_shards]
         found = np.zeros_like(wanted[i])
@@ -506,12 +466,11 @@ def _causes(
             found[at] = values
         agree = all(np.array_equal(found[at], x, equal_nan=True) for at, x in shards)
         places = [*{str(at): at for at, _ in shards}.values()]
-        others = {
-            name: x for name, x in zip(names, wanted, strict=True) if name != names[i]
-        }
+        others = dict(zip(names, wanted, strict=True))
+        del others[names[i]]
         alone = ((" and ".join(x), *by_shards(x, step)[i]) for x in subsets)
-        lengths = [mesh.shape[name] for name in long]
-        causes[i] = cause_of(found, wanted[i], agree, places, lengths, others, alone)
+        sizes = [*lengths.values()]
+        causes[i] = cause_of(found, wanted[i], agree, places, sizes, others, alone)
     return causes
 
 

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from orscale_jax import validate
-from orscale_jax.audit.certificate import certify, on_running_mesh
+from orscale_jax.audit.certificate import certify
 from orscale_jax.audit.checks import Checks
 from orscale_jax.audit.description import Description, ParameterRow
 from orscale_jax.audit.plan import Group, Plan
@@ -151,7 +151,7 @@ def describe(
     stages = state.polar or [PolarOptions(DEFAULTS)]
     probed, certificate = {}, None
     if probe:
-        probed = first_updates(optimizer, jax.tree.map(on_running_mesh, params), axes_of)
+        probed = first_updates(optimizer, params, axes_of)
         if mesh is not None:
             certificate = certify(optimizer, params, mesh, axes_of)
     class_of = leaves_by_path(layer_classes(params))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from orscale_jax.audit.state import leaves_by_path
 from orscale_jax.parameters.axes import MatrixAxes
@@ -114,10 +114,32 @@ def _drawn(leaf: Any, seed: int, size: float) -> jax.Array:
     Their rows are alike and of several sizes, so that no spectrum is even by chance; nor
     is that of their signs.
     """
+    # Beside others on a mesh, the sharding of one device would not be accepted.
     sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        sharding = None  # Beside others on a mesh, one device's would not be accepted.
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(running_mesh(sharding.mesh), sharding.spec)
+    else:
+        sharding = None
     return draw(np.shape(leaf), jnp.result_type(leaf), sharding)(seed, size)
+
+
+def running_mesh(mesh: Mesh | AbstractMesh) -> Mesh:
+    """The mesh, or one of devices that are there, with shorter axes if need be."""
+    devices = jax.devices()
+    if isinstance(mesh, Mesh) and {*mesh.devices.flat} <= {*devices}:
+        return mesh
+    sizes = list(mesh.axis_sizes)
+    while math.prod(sizes) > len(devices):
+        longest = sizes.index(max(sizes))
+        sizes[longest] //= next(n for n in itertools.count(2) if not sizes[longest] % n)
+    if math.prod(sizes) == 1 < mesh.size:
+        raise ValueError(
+            f"the optimizer has to run on a mesh like {dict(mesh.shape)}, but there is "
+            "one device: call jax.config.update('jax_num_cpu_devices', 8) before JAX "
+            "starts."
+        )
+    chosen = np.array(devices[: math.prod(sizes)]).reshape(sizes)
+    return Mesh(chosen, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 @functools.cache
