@@ -65,7 +65,8 @@ def check_state(
         if (axes := kept[path].axes) is not None:
             now, then = map(np.ravel, jax.device_get((axes.norms(leaf_of[path]), norms)))
             changes += [*(abs(now - then)[then > 0] / then[then > 0])]
-    if changes and np.median(changes) > _CHANGED:
+    # Matrices that were zero, such as half of LoRA's, grow fast at first.
+    if changes and np.quantile(changes, 0.25, method="lower") > _CHANGED:
         raise ValueError(
             "the state is that of another model: the norms of most matrices in it differ "
             f"by more than {_CHANGED:.0%} from the parameters' norms. Restore both from "
