@@ -94,8 +94,9 @@ def describe(
       ValueError: If ``optimizer`` is not an optimizer, leaves are not arrays or do not
         fit its dimension numbers, or it keeps vectors that hold several parameters
         (:func:`optax.flatten`). With ``probe``, also if a leaf is refused, ``update``
-        needs arguments beside parameters and loss, or a mesh that is not there has to be
-        replaced by a single device.
+        needs arguments beside parameters and loss, the optimizer closes over the mesh
+        (:func:`assert_same_on` takes such optimizers), or a mesh that is not there has to
+        be replaced by a single device.
 
     Example:
       >>> import jax.numpy as jnp
@@ -149,11 +150,10 @@ def describe(
         and (kept.axes or (kept.rule == MATRIX and np.ndim(leaf_of[path]) == 2))
     }
     stages = state.polar or [PolarOptions(DEFAULTS)]
-    probed, certificate = {}, None
-    if probe:
-        probed = first_updates(optimizer, params, axes_of)
-        if mesh is not None:
-            certificate = certify(optimizer, params, mesh, axes_of)
+    probed = first_updates(optimizer, params, axes_of) if probe else {}
+    certificate = None
+    if probe and mesh is not None:
+        certificate = certify(optimizer, params, mesh, axes_of)
     class_of = leaves_by_path(layer_classes(params))
     checks = Checks(leaf_of, axes_of, class_of)
     rows, planned = [], [list[ParameterRow]() for _ in stages]
