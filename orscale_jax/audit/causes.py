@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +22,6 @@ def cause_of(
     agree: bool,
     shards: Sequence[Place],
     lengths: Sequence[int],
-    others: Mapping[str, Array],
     alone: Iterable[tuple[str, Array, Sequence[Place]]],
 ) -> str:
     """The likely cause of a difference, in words.
@@ -33,7 +32,6 @@ def cause_of(
       agree: Whether all devices that hold an entry have the same.
       shards: The places of the devices' shards.
       lengths: The lengths of the mesh's axes.
-      others: The updates of other leaves on one device, by name.
       alone: The updates of devices that see their shards only, cut along some axes of the
         mesh: the axes, the update, the places of the shards.
     """
@@ -55,9 +53,6 @@ def cause_of(
         factors = [_factor(found[i], wanted[i]) for i in places if found[i].size > 1]
         if len(factors) > 1 and None not in factors:
             return f"each {what} has a factor of its own: a norm of each {what} alone"
-    for name, other in others.items():
-        if other.shape == found.shape and _close(found, other):
-            return f"it is the update of {name}"
     if _close(np.sort(found, None), np.sort(wanted, None), _SORTED):
         return "its entries are in wrong places: rows and columns, or shards, exchanged"
     if _even_entries(found) > _EVEN_ENTRIES > _even_entries(wanted):

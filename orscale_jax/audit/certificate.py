@@ -37,36 +37,24 @@ _TOLERANCE, _ROUNDINGS = 1e-3, 8
 
 
 class Sent(NamedTuple):
-    """The collectives of one kind in the compiled program of an update.
+    """The collectives of one kind in the compiled program of an update."""
 
-    Attributes:
-      kind: Such as ``"all-gather"``.
-      times: How often they run.
-      nbytes: The bytes that each device sends by them.
-      looped: Whether they are inside of a loop.
-    """
-
-    kind: str
-    times: int
-    nbytes: int
-    looped: bool
+    kind: str  #: Such as ``"all-gather"``.
+    times: int  #: How often they run.
+    nbytes: int  #: The bytes that each device sends by them.
+    looped: bool  #: Whether they are inside of a loop.
 
 
 class CertificateRow(NamedTuple):
-    """How far the update of a parameter on a mesh is from that on one device.
+    """How far the update of a parameter on a mesh is from that on one device."""
 
-    Attributes:
-      path: The parameter's path, with dots.
-      error: The norm of the difference over the norm of the update on one device, in
-        float32, of the worst matrix.
-      error_in_dtypes: The same in the parameters' own dtypes; None if these are float32.
-      cause: The likely cause, if the difference is more than rounding; otherwise empty.
-    """
-
+    #: The parameter's path, with dots.
     path: str
-    error: float
-    error_in_dtypes: float | None = None
-    cause: str = ""
+    #: The norm of the difference over the norm of the update on one device, of the worst
+    #: matrix: in float32, and again in the parameters' own dtypes if these are others.
+    errors: tuple[float, ...]
+    #: The likely cause, if a difference is more than rounding; otherwise empty.
+    cause: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,39 +98,33 @@ class Certificate:
         """One line."""
         wrong = sum(bool(row.cause) for row in self.rows)
         said = f"NOT the update of one device for {wrong} of" if wrong else ""
-        said = said or "the update of one device for all"
-        worst = max((row.error for row in self.rows), default=0.0)
-        told = f"{len(self.rows)} parameters (largest relative error {worst:.1e})"
-        return f"on {self.mesh}: {said} {told}"
+        worst = max((error for row in self.rows for error in row.errors), default=0.0)
+        return (
+            f"on {self.mesh}: {said or 'the update of one device for all'} "
+            f"{len(self.rows)} parameters (largest relative error {worst:.1e})"
+        )
 
     def __str__(self) -> str:
-        """The verdict, a table of the parameters, and what the program does."""
-        table = [("parameter", "error", "in its dtype", "cause of the difference")]
-        names = [row.path or "(the only leaf)" for row in self.rows]
-        for name, members in merged(names, [row.cause for row in self.rows]):
-            rows = [self.rows[i] for i in members]
-            own = [x.error_in_dtypes for x in rows if x.error_in_dtypes is not None]
-            error = f"{max(x.error for x in rows):.1e}"
-            narrow = f"{max(own):.1e}" if own else ""
-            table.append((name, error, narrow, rows[0].cause))
-        columns = [column for column in zip(*table, strict=True) if any(column[1:])]
-        widths = [max(map(len, column)) for column in columns]
-        lines = [
-            "  ".join(map(str.ljust, cells, widths)).rstrip()
-            for cells in zip(*columns, strict=True)
-        ]
-        kinds = ", ".join(
-            f"{x.nbytes:,} by {x.times:,} × {x.kind}{' in loops' * x.looped}"
-            for x in self.sent
+        """The verdict, errors and causes by parameter, and what the program does."""
+        lines, names = (
+            [self.verdict],
+            [row.path or "(the only leaf)" for row in self.rows],
         )
+        for name, members in merged(names, [row.cause for row in self.rows]):
+            errors = zip(*(self.rows[i].errors for i in members), strict=True)
+            told = [*(f"{max(x):.1e}" for x in errors), name]
+            cause = self.rows[members[0]].cause
+            lines.append("  ".join([*told, *[f"({cause})"] * bool(cause)]))
         lines.append(
-            f"each device: {self.bytes_sent:,} bytes sent"
-            + (f" ({kinds})" if kinds else "")
-            + f", {self.temporary_bytes:,} bytes of temporaries, "
-            f"{self.flops / 1e9:.3g} GFLOP; all devices together: "
+            f"each device: {self.bytes_sent:,} bytes sent, {self.temporary_bytes:,} of "
+            f"temporaries, {self.flops / 1e9:.3g} GFLOP; all devices together: "
             f"{self.repetition:.3g} × the products of one device"
         )
-        return "\n".join([self.verdict, *lines])
+        lines += [
+            f"{x.nbytes:,} bytes by {x.times:,} × {x.kind}{' in loops' * x.looped}"
+            for x in self.sent
+        ]
+        return "\n".join(lines)
 
 
 def assert_same_on(
@@ -252,7 +234,7 @@ def certify(
         chains = [_Chain(optimizer, x, structure, specs) for x in (running, single)]
         compared.append(_compared(*chains, arrays, readings, is_rounded))
         if len(compared) == 1:
-            causes = _causes(*chains, arrays, compared[0][1], names)
+            causes = _causes(*chains, arrays, compared[0][1])
             # A mesh may be there to compile for it only.
             target = mesh if isinstance(mesh, Mesh) else running
             program, alone = (chain.program for chain in chains)
@@ -274,13 +256,10 @@ def certify(
     return Certificate(
         " × ".join(f"{size} {name}" for name, size in running.shape.items()),
         tuple(
-            CertificateRow(
-                name,
-                errors[0][i],
-                errors[1][i] if errors[1:] else None,
-                causes.get(i, ""),
+            CertificateRow(name, each, causes.get(i, ""))
+            for i, (name, each) in enumerate(
+                zip(names, zip(*errors, strict=True), strict=True)
             )
-            for i, name in enumerate(names)
         ),
         tuple(sent.values()),
         flops,
@@ -364,8 +343,8 @@ class _Chain:
             ) from error
 
 
-# Of a leaf: the step, its update on the mesh, and the updates of all on one device.
-_Differences: TypeAlias = dict[int, tuple[int, jax.Array, list[Array]]]
+# Of a leaf: the step, its update on the mesh, and that on one device.
+_Differences: TypeAlias = dict[int, tuple[int, jax.Array, Array]]
 
 
 def _compared(
@@ -405,7 +384,7 @@ def _compared(
             if is_rounded:
                 noise[i] = max(noise[i], _relative(abs(rounded[i] - one), one, axes))
             if error > max(_TOLERANCE, _ROUNDINGS * noise[i]):
-                differences.setdefault(i, (step, found[i], wanted))
+                differences.setdefault(i, (step, found[i], one))
             if one.any() or off.any():
                 left = left if moved[i] else _MORE_UPDATES + 1
                 moved[i] += 1
@@ -420,7 +399,6 @@ def _causes(
     on_one: _Chain,
     arrays: Sequence[Sequence[Array]],
     differences: _Differences,
-    names: Sequence[str],
 ) -> dict[int, str]:
     """The likely cause of each difference."""
     mesh, causes = on_mesh.mesh, dict[int, str]()
@@ -461,16 +439,14 @@ def _causes(
     subsets = [x for count in counts for x in itertools.combinations(lengths, count)]
     for i, (step, update, wanted) in differences.items():
         shards = [(x.index, _wide(x.data)) for x in update.addressable_shards]
-        found = np.zeros_like(wanted[i])
+        found = np.zeros_like(wanted)
         for at, values in shards:
             found[at] = values
         agree = all(np.array_equal(found[at], x, equal_nan=True) for at, x in shards)
         places = [*{str(at): at for at, _ in shards}.values()]
-        others = dict(zip(names, wanted, strict=True))
-        del others[names[i]]
         alone = ((" and ".join(x), *by_shards(x, step)[i]) for x in subsets)
         sizes = [*lengths.values()]
-        causes[i] = cause_of(found, wanted[i], agree, places, sizes, others, alone)
+        causes[i] = cause_of(found, wanted, agree, places, sizes, alone)
     return causes
 
 
