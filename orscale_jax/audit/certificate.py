@@ -61,6 +61,9 @@ class CertificateRow(NamedTuple):
 class Certificate:
     """How an update on a mesh compares with that on one device. ``print`` shows a table.
 
+    What the program does is read from its text, in which a loop whose length is not known
+    counts once.
+
     Attributes:
       mesh: The mesh on which the updates ran, in words.
       rows: One :class:`CertificateRow` for each parameter.
@@ -244,14 +247,16 @@ def certify(
     errors, differences = zip(*compared, strict=True)
     for i in differences[-1].keys() - causes.keys():
         causes[i] = "only in the parameters' dtypes: a cast, or a narrow sum"
-    issued = [*hlo.runs(*hlo.parse(program.as_text() or ""))]
+    issued, issued_alone = (
+        [*hlo.runs(*hlo.parse(x.as_text() or ""), unknown_trips=1)]
+        for x in (program, alone)
+    )
     sent: dict[tuple[str, bool], Sent] = {}
     for x in collectives(issued):
         _, times, nbytes, _ = sent.get((x.kind, x.looped), Sent(x.kind, 0, 0, x.looped))
         nbytes += x.sent(target.size)
         sent[x.kind, x.looped] = Sent(x.kind, times + x.times, nbytes, x.looped)
-    flops = sum(map(flops_of, issued))
-    flops_alone = sum(map(flops_of, hlo.runs(*hlo.parse(alone.as_text() or ""))))
+    flops, flops_alone = (sum(map(flops_of, x)) for x in (issued, issued_alone))
     memory = program.memory_analysis()
     return Certificate(
         " × ".join(f"{size} {name}" for name, size in running.shape.items()),
