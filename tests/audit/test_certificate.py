@@ -230,6 +230,7 @@ def test_a_single_device_cannot_take_the_place_of_a_mesh(monkeypatch):
         assert_same_on(mesh, optax.sgd(1.0), {"w": jnp.zeros((8, 8))})
 
 
+@pytest.mark.extended
 def test_the_sharding_of_parameters_that_have_none():
     """Each axis of the mesh cuts the longest axis that it divides."""
     seen = {}
@@ -250,6 +251,7 @@ def test_the_sharding_of_parameters_that_have_none():
     }
 
 
+@pytest.mark.extended
 def test_a_rule_by_path_and_names_that_fold():
     mesh = mesh_of({"data": 8})
     params = {f"layer{i}": {"w": jnp.zeros((8, 16))} for i in range(2)}

@@ -52,7 +52,7 @@ def test_its_own_state_and_those_of_others(name):
         check_state(broken, optimizer, params)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("name", MODELS)
 def test_the_state_of_another_model(name):
     """As Megatron-LM 6920: names and shapes agree, and the loss looks normal."""
@@ -68,6 +68,7 @@ def test_the_state_of_another_model(name):
         check_state(state, optimizer, sharded)
 
 
+@pytest.mark.extended
 def test_matrices_that_were_zero():
     """As LoRA's B: c is infinite, and the norm grows fast in the first steps."""
     params = {"a": jnp.asarray(tree(0)["w"]), "b_up": jnp.zeros((4, 6))}
