@@ -312,7 +312,7 @@ FAULTS = {
     ),
     "shards divided by norms of their own": (
         "DeepSpeed 8475, before Muon", a_trainers(norms_of_shards), "up",
-        "scaled by different norms",
+        "norms of too few shards",
     ),
     "the scale of a shard": (
         "Megatron-LM 6380", scale_of("shard"), "down", "the scale of a shard",
