@@ -42,8 +42,8 @@ def cause_of(
     if not found.any() or not wanted.any():
         return f"it moves on {'the mesh' if found.any() else 'one device'} only"
     if (factor := _factor(found, wanted)) is not None:
-        sizes = [found[at].shape for at in shards[:1]]
-        causes = _causes_of_factor(factor, found.shape, *sizes, lengths)
+        shard = found[shards[0]].shape
+        causes = _causes_of_factor(factor, found.shape, shard, lengths)
         told = f": {', or '.join(causes)}" if causes else ""
         return f"it is {factor:.3g} times as large{told}"
     matrices = [*np.ndindex(found.shape[:-2])] if found.ndim > 2 else []

@@ -169,8 +169,11 @@ def assert_same_on(
 
     def placed(leaf: Any) -> jax.ShapeDtypeStruct:
         sharding = getattr(leaf, "sharding", None)
-        known = isinstance(sharding, NamedSharding)
-        spec = sharding.spec if known else _spread(np.shape(leaf), mesh)
+        spec = (
+            sharding.spec
+            if isinstance(sharding, NamedSharding)
+            else _spread(np.shape(leaf), mesh)
+        )
         return jax.ShapeDtypeStruct(
             np.shape(leaf), jnp.result_type(leaf), sharding=NamedSharding(mesh, spec)
         )
@@ -234,13 +237,14 @@ def certify(
             ]
             for seed, size in enumerate((0.02, 1.0, 1.0))
         ]
-        chains = [_Chain(optimizer, x, structure, specs) for x in (running, single)]
-        compared.append(_compared(*chains, arrays, readings, is_rounded))
+        on_mesh = _Chain(optimizer, running, structure, specs)
+        on_one = _Chain(optimizer, single, structure, specs)
+        compared.append(_compared(on_mesh, on_one, arrays, readings, is_rounded))
         if len(compared) == 1:
-            causes = _causes(*chains, arrays, compared[0][1])
+            causes = _causes(on_mesh, on_one, arrays, compared[0][1])
             # A mesh may be there to compile for it only.
             target = mesh if isinstance(mesh, Mesh) else running
-            program, alone = (chain.program for chain in chains)
+            program, alone = on_mesh.program, on_one.program
             if target != running:
                 chain = _Chain(optimizer, target, structure, specs)
                 program = chain.program_for([(x.shape, x.dtype) for x in arrays[0]])
