@@ -351,7 +351,7 @@ FAULTS = {
         "each shard has a factor of its own",
     ),
     "not finite on a mesh": (
-        "dion 24", a_trainers(not_finite), "up", "not finite",
+        "dion 24, on one shard", a_trainers(not_finite), "up", "not finite",
     ),
     "8-bit momentum decoded by other shards": (
         "this library", optax.chain(codes_of_shards(), PLAIN), "up",
