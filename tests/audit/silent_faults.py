@@ -1,7 +1,7 @@
 """Published silent faults of matrix optimizers on meshes, re-enacted: own code.
 
 Each is a chain, the leaf that it breaks, and words of the cause that is to be named. The
-threads are those of public repositories; in all of them the loss looked normal.
+threads are those of public repositories; a fault stands for its kind.
 """
 
 import functools
