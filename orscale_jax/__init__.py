@@ -1,6 +1,12 @@
 """Muon and OrScale for JAX: Optax optimizers for the weight matrices of a network."""
 
 from orscale_jax import family as family
+from orscale_jax.audit.certificate import (
+    Certificate as Certificate,
+    CertificateRow as CertificateRow,
+    Sent as Sent,
+    assert_same_on as assert_same_on,
+)
 from orscale_jax.audit.describe import describe as describe
 from orscale_jax.audit.description import (
     Description as Description,
@@ -8,6 +14,7 @@ from orscale_jax.audit.description import (
     Total as Total,
 )
 from orscale_jax.audit.plan import Group as Group, Plan as Plan
+from orscale_jax.audit.resumed import check_state as check_state
 from orscale_jax.convert import convert_state as convert_state
 from orscale_jax.family.neurons import NeuronRMSState as NeuronRMSState
 from orscale_jax.family.sphere import InitialNormState as InitialNormState

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from orscale_jax import validate
+from orscale_jax.audit.certificate import certify
 from orscale_jax.audit.checks import Checks
 from orscale_jax.audit.description import Description, ParameterRow
 from orscale_jax.audit.plan import Group, Plan
@@ -69,7 +70,10 @@ def describe(
         defaults.
       probe: Whether to run the optimizer on random gradients. The columns "first update"
         and "its RMS" then say what it did to each parameter. This allocates parameters,
-        gradients and state; abstract parameters are drawn at random.
+        gradients and state; abstract parameters are drawn at random. For parameters on
+        a mesh, the result also has a ``certificate``, which compares the updates with
+        those of one device. If the devices of the mesh are not there, as on an abstract
+        mesh, devices that are there take their places.
 
     Returns:
       A :class:`Description` with ``rows``, ``totals``, ``plan`` and ``select(regex)``.
@@ -92,8 +96,10 @@ def describe(
     Raises:
       ValueError: If ``optimizer`` is not an optimizer, leaves are not arrays or do not
         fit its dimension numbers, or it keeps vectors that hold several parameters
-        (:func:`optax.flatten`). With ``probe``, also if a leaf is refused, the mesh is
-        abstract, or ``update`` needs arguments beside parameters and loss.
+        (:func:`optax.flatten`). With ``probe``, also if a leaf is refused, ``update``
+        needs arguments beside parameters and loss, the optimizer closes over the mesh
+        (:func:`assert_same_on` takes such optimizers), or a mesh that is not there has to
+        be replaced by a single device.
 
     Example:
       >>> import jax.numpy as jnp
@@ -148,6 +154,9 @@ def describe(
     }
     stages = state.polar or [PolarOptions(DEFAULTS)]
     probed = first_updates(optimizer, params, axes_of) if probe else {}
+    certificate = None
+    if probe and mesh is not None:
+        certificate = certify(optimizer, params, mesh, axes_of)
     class_of = leaves_by_path(layer_classes(params))
     checks = Checks(leaf_of, axes_of, class_of)
     rows, planned = [], [list[ParameterRow]() for _ in stages]
@@ -201,6 +210,7 @@ def describe(
         words,
         on_device,
         tuple(dict.fromkeys(map(str, refused.values()))),
+        certificate,
     )
 
 

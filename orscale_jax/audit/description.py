@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from orscale_jax.audit.certificate import Certificate
 from orscale_jax.audit.plan import Group, Plan
 from orscale_jax.parameters.expressions import matching
 from orscale_jax.trees.names import merged
@@ -128,6 +129,8 @@ class Description:
         :func:`state_shardings`; None without a mesh, in a selection, if a leaf is
         refused, and for an optimizer whose ``init`` does not run on Explicit axes.
       refusals: What the optimizer's errors will say of the leaves that it refuses.
+      certificate: How the update on the mesh compares with that of one device; None
+        without a mesh, without ``probe``, and in a selection.
     """
 
     rows: tuple[ParameterRow, ...]
@@ -136,6 +139,7 @@ class Description:
     mesh: str = ""
     state_bytes_per_device: int | None = None
     refusals: tuple[str, ...] = ()
+    certificate: Certificate | None = None
 
     @property
     def totals(self) -> dict[str, Total]:
@@ -254,6 +258,7 @@ class Description:
             notes.append("stacks for Newton–Schulz")
         notes += [_of_group(group, bool(self.mesh)) for group in self.plan.groups]
         notes += [_of_cost(self.plan)] if self.mesh and self.plan.groups else []
+        notes += [] if self.certificate is None else ["", str(self.certificate)]
         return "\n".join([*lines, "", *notes]).rstrip()
 
     def _repr_html_(self) -> str:

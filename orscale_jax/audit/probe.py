@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from orscale_jax import validate
 from orscale_jax.audit.state import leaves_by_path
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.transforms.master_weights import MasterWeightsState
@@ -115,18 +114,39 @@ def _drawn(leaf: Any, seed: int, size: float) -> jax.Array:
     Their rows are alike and of several sizes, so that no spectrum is even by chance; nor
     is that of their signs.
     """
+    # Beside others on a mesh, the sharding of one device would not be accepted.
     sharding = getattr(leaf, "sharding", None)
-    if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
-        remedy = "the optimizer runs, so that the parameters' mesh must not be abstract"
-        validate.refuse("probe", True, remedy)
-    if not isinstance(sharding, NamedSharding):
-        sharding = None  # Beside others on a mesh, one device's would not be accepted.
-    return _draw(np.shape(leaf), jnp.result_type(leaf), sharding)(seed, size)
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(running_mesh(sharding.mesh), sharding.spec)
+    else:
+        sharding = None
+    return draw(np.shape(leaf), jnp.result_type(leaf), sharding)(seed, size)
+
+
+def running_mesh(mesh: Mesh | AbstractMesh) -> Mesh:
+    """The mesh, or one of devices that are there, with shorter axes if need be."""
+    devices = jax.devices()
+    if isinstance(mesh, Mesh) and {*mesh.devices.flat} <= {*devices}:
+        return mesh
+    sizes = list(mesh.axis_sizes)
+    while math.prod(sizes) > len(devices):
+        longest = sizes.index(max(sizes))
+        sizes[longest] //= next(n for n in itertools.count(2) if not sizes[longest] % n)
+    if math.prod(sizes) == 1 < mesh.size:
+        raise ValueError(
+            f"the optimizer has to run on a mesh like {dict(mesh.shape)}, but there is "
+            "one device: call jax.config.update('jax_num_cpu_devices', 8) before JAX "
+            "starts."
+        )
+    chosen = np.array(devices[: math.prod(sizes)]).reshape(sizes)
+    return Mesh(chosen, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 @functools.cache
-def _draw(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[..., jax.Array]:
-    def draw(seed: int, size: float) -> jax.Array:
+def draw(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[..., jax.Array]:
+    """A function of a seed and a size: see ``_drawn``."""
+
+    def drawn(seed: int, size: float) -> jax.Array:
         if not jnp.issubdtype(dtype, jnp.inexact):
             return jnp.zeros(shape, dtype)
         x = jax.random.uniform(jax.random.key(seed), shape, jnp.float32, 1 / 8, 1) * size
@@ -135,11 +155,11 @@ def _draw(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[..., ja
             x *= jnp.expand_dims(4 ** -jnp.linspace(0.0, 1.0, length), others)
         return x.astype(dtype)
 
-    return jax.jit(draw, out_shardings=sharding)
+    return jax.jit(drawn, out_shardings=sharding)
 
 
-def _update_of(optimizer: Any, grads: PyTree, params: PyTree) -> _Update:
-    """Its ``update``, compiled. What needs the loss is given that of a linear model."""
+def runnable(optimizer: Any, grads: PyTree, state: Any, params: PyTree) -> Any:
+    """Its ``update``. What needs the loss is given that of a linear model."""
 
     def loss(grads: PyTree, params: PyTree) -> Any:
         products = jax.tree.map(lambda g, p: jnp.sum(g * p).real, grads, params)
@@ -150,24 +170,32 @@ def _update_of(optimizer: Any, grads: PyTree, params: PyTree) -> _Update:
         extra = {"value": value, "grad": grads, "value_fn": value_fn}
         return optimizer.update(grads, state, params, **extra)
 
-    def measured(update: Any, grads: PyTree, state: Any, params: PyTree) -> Any:
+    errors = []
+    for update in (optimizer.update, with_loss, lambda g, s, _: optimizer.update(g, s)):
+        try:
+            jax.eval_shape(update, grads, state, params)
+            return update
+        except Exception as error:  # Whatever a foreign update raises.
+            errors.append(error)
+    raise ValueError(
+        "the probe calls optimizer.update(gradients, state, params), which raised "
+        f"{type(errors[0]).__name__}: {errors[0]}\nPass probe=False, or an optimizer "
+        "that needs no other arguments."
+    ) from errors[0]
+
+
+def _update_of(optimizer: Any, grads: PyTree, params: PyTree) -> _Update:
+    """Its ``update``, compiled, with the root mean squares."""
+    state = optimizer.init(params)  # Not traced: it sees the shardings.
+    update = runnable(optimizer, grads, state, params)
+
+    def measured(grads: PyTree, state: Any, params: PyTree) -> Any:
         updates, state = update(grads, state, params)
         wide = jax.tree.map(lambda u: abs(u).astype(jnp.float32), unbox(updates))
         squares = jax.tree.map(lambda u: jnp.sum(u * u) / max(1, u.size), wide)
         return updates, state, jax.tree.map(jnp.sqrt, squares)
 
-    state, errors = optimizer.init(params), []  # Not traced: it sees the shardings.
-    for update in (optimizer.update, with_loss, lambda g, s, _: optimizer.update(g, s)):
-        try:
-            jax.eval_shape(update, grads, state, params)
-            return jax.jit(functools.partial(measured, update))
-        except Exception as error:  # Whatever a foreign update raises.
-            errors.append(error)
-    raise ValueError(
-        "probe=True calls optimizer.update(gradients, state, params), which raised "
-        f"{type(errors[0]).__name__}: {errors[0]}\nPass probe=False, or an optimizer "
-        "that needs no other arguments."
-    ) from errors[0]
+    return jax.jit(measured)
 
 
 def _first_moves(

@@ -140,7 +140,8 @@ def split(leaf: jax.Array, axis: int, count: int) -> jax.Array:
     """The leaf with an axis split in two, ``(count, ...)``, sharded over the count."""
     size = leaf.shape[axis] // count
     shape = (*leaf.shape[:axis], count, size, *leaf.shape[axis + 1 :])
-    if count % shards(leaf, axis):
+    # JAX would shard the entries of a single part, over axes of the mesh of length 1.
+    if count == 1 or count % shards(leaf, axis):
         leaf = gather(leaf, (axis,))
     return leaf.reshape(shape)
 

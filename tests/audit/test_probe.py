@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
@@ -203,11 +203,6 @@ def test_what_cannot_be_probed():
     ambiguous = {"w": jnp.ones((2, 3, 4))}
     with pytest.raises(ValueError, match=r"'w' of shape \(2, 3, 4\) is ambiguous"):
         describe(ambiguous, muon(1e-2), probe=True)
-    mesh = AbstractMesh((4,), ("a",), (AUTO,))
-    sharding = NamedSharding(mesh, P("a"))
-    abstract = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)}
-    with pytest.raises(ValueError, match="mesh must not be abstract"):
-        describe(abstract, optax.sgd(1.0), probe=True)
 
     def update(grads, state, params=None, *, key):
         return grads, state

@@ -163,7 +163,9 @@ def test_the_printed_bytes_are_those_of_the_program(layout):
     # The norms of shared matrices are all-reduces, of one number for each.
     scalars = [c.nbytes for c in cost.collectives if c.kind == "all-reduce"]
     assert max(scalars) <= FLOAT.itemsize * len(groups)
-    assert printed == sum(c.sent for c in cost.collectives if c.kind != "all-reduce") > 0
+    assert (
+        printed == sum(c.sent(8) for c in cost.collectives if c.kind != "all-reduce") > 0
+    )
 
 
 @pytest.mark.extended

@@ -1,78 +1,20 @@
-"""The reader of compiled programs, on programs whose cost is counted by hand."""
+"""The cost of compiled programs, counted by hand: kernels, traffic, what crosses."""
 
-import functools
-import re
-
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 from examples.benchmarks import hlo_cost
 from orscale_jax.newton_schulz.hardware import H100, Link
+from tests.audit.test_program import (
+    NOTED,
+    collectives,
+    cycles,
+    loop,
+    main,
+    text,
+    traced,
+    trips,
+)
 
-
-def text(name, parameters, *lines):
-    """A computation whose last line is the root, as XLA prints it."""
-    named = [part.split(": ") for part in parameters.split("; ")]
-    result = re.match(r"%[\w.-]+ = (.*?) [a-z][a-z-]*\(", lines[-1])[1]
-    typed = ", ".join(f"{x}: {kind}" for x, kind in named)
-    arguments = [f"%{x} = {kind} parameter({i})" for i, (x, kind) in enumerate(named)]
-    body = [*arguments, *lines[:-1], f"ROOT {lines[-1]}"]
-    return "\n".join(
-        [f"{name} ({typed}) -> {result} {{", *(f"  {x}" for x in body), "}\n"]
-    )
-
-
-main = functools.partial(text, "ENTRY %main")
-
-
-def cycles(count):
-    return f'backend_config={{"estimated_cycles":"{count}"}}'
-
-
-def trips(count):
-    return f'backend_config={{"known_trip_count":{{"n":"{count}"}}}}'
-
-
-def traced(scope):
-    return f'metadata={{op_name="jit(step)/{scope}"}}'
-
-
-# As XLA prints for a TPU: layouts with tiles, no noted trip count, a counter's start that
-# is copied.
-S, X = "s32[]{:T(128)}", "f32[8,128]{1,0:T(8,128)}"
-
-
-def loop(direction="LT", noted=""):
-    return (
-        text(
-            "%condition", f"p: ({S}, {X})",
-            f"%limit = {S} constant(11)",
-            f"%i = {S} get-tuple-element(%p), index=0",
-            f"%lt = pred[]{{:T(512)}} compare(%i, %limit), direction={direction}",
-        )
-        + text(
-            "%body", f"p: ({S}, {X})",
-            f"%two = {S} constant(2)",
-            f"%i = {S} get-tuple-element(%p), index=0",
-            f"%x = {X} get-tuple-element(%p), index=1",
-            f"%next = {S} add(%i, %two), {cycles(1)}",
-            "%sum = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} all-reduce(%x), to_apply=%add",
-            f"%y = {X} convert(%sum), {cycles(9)}",
-            f"%out = ({S}, {X}) tuple(%next, %y)",
-        )
-        + main(
-            f"x: {X}",
-            f"%one = {S} constant(1)",
-            f"%start = {S} copy(%one)",
-            f"%init = ({S}, {X}) tuple(%start, %x)",
-            f"%while = ({S}, {X}) while(%init), condition=%condition, body=%body{noted}",
-        )
-    )  # fmt: skip
-
-
-NOTED = f", {trips(7)}"
 OPERANDS = "a: bf16[4,32]{1,0}; b: bf16[16,32]{1,0}"
 PRODUCT = "%c = f32[4,16]{1,0} convolution(%a, %b), dim_labels=bf_oi->bf"
 FUSED = "f32[4,16]{1,0} fusion(%a, %b)"
@@ -116,16 +58,12 @@ IN_PLACE += main(
 )
 
 
-def collectives(cost):
-    return [(c.kind, c.nbytes, c.times, c.looped) for c in cost.collectives]
-
-
 @pytest.mark.parametrize("noted, times", [("", 5), (NOTED, 7)])
 def test_a_body_counts_as_often_as_it_runs(noted, times):
     cost = hlo_cost.of(loop(noted=noted))
     assert cost.cycles == times * 10
     assert cost.kernels == 1 + times * 3
-    assert collectives(cost) == [("all-reduce", 2 * 8 * 128, times, True)]
+    assert collectives(cost.collectives) == [("all-reduce", 2 * 8 * 128, times, True)]
     assert cost.looped_bytes == cost.collective_bytes == times * 2048
 
 
@@ -139,11 +77,6 @@ def test_a_computation_goes_on_after_attributes_in_several_lines():
     )
     costs = hlo_cost.by_scope(program, ("gradient", "optimizer"))
     assert [(x.kernels, x.cycles) for x in costs.values()] == [(1, 0), (1, 0), (0, 0)]
-
-
-def test_a_loop_that_is_not_understood_is_refused():
-    with pytest.raises(ValueError, match="how often does while run"):
-        hlo_cost.of(loop("NE"))
 
 
 def test_a_fusion_is_one_kernel_with_the_products_inside():
@@ -169,89 +102,8 @@ def test_traffic_of_kernels(program, read, written):
 def test_what_is_called_counts_once_and_both_branches_do():
     cost = hlo_cost.of(CALLS)
     assert (cost.cycles, cost.kernels) == (10 + 10 + 5, 1 + 1 + 2)
-    assert collectives(cost) == [("all-to-all", 4 * 64, 1, False)]
+    assert collectives(cost.collectives) == [("all-to-all", 4 * 64, 1, False)]
     assert cost.looped_bytes == 0
-
-
-def test_an_asynchronous_pair_counts_once_and_as_what_is_whole():
-    program = main(
-        "x: f32[16]{0}",
-        "%g0 = (f32[16]{0}, f32[128]{0}) all-gather-start(%x), dimensions={0}",
-        "%g1 = f32[128]{0} all-gather-done(%g0)",
-        "%r0 = ((f32[128]{0}), f32[16]{0}) reduce-scatter-start(%g1), to_apply=%add",
-        "%r1 = f32[16]{0} reduce-scatter-done(%r0)",
-        "%p0 = (f32[16]{0}, f32[16]{0}, u32[]{:S(2)}) collective-permute-start(%r1)",
-        "%p1 = f32[16]{0} collective-permute-done(%p0)",
-    )
-    assert collectives(hlo_cost.of(program)) == [
-        ("all-gather", 512, 1, False),
-        ("reduce-scatter", 512, 1, False),
-        ("collective-permute", 64, 1, False),
-    ]
-
-
-@pytest.mark.parametrize(
-    "product, flops",
-    [
-        # Four products of 8×32 by 32×16 as a TPU has them, over a dilated axis.
-        (
-            "convolution(%a, %b), window={size=4 stride=3 lhs_dilate=4}, "
-            "dim_labels=0bf_0oi->0bf",
-            2 * 4 * 8 * 32 * 16,
-        ),
-        # And as a CPU has them.
-        (
-            "dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, "
-            "rhs_batch_dims={0}, rhs_contracting_dims={2}",
-            2 * 4 * 8 * 32 * 16,
-        ),
-        # Places of the window before the first input are padding.
-        (
-            "convolution(%a, %b), window={size=4 pad=3_0}, dim_labels=0bf_0oi->0bf",
-            2 * (1 + 2 + 3 + 4) * 8 * 32 * 16,
-        ),
-    ],
-)
-def test_flops_of_products(product, flops):
-    operands = "a: f32[4,8,32]{2,1,0}; b: f32[4,16,32]{2,1,0}"
-    assert hlo_cost.of(main(operands, f"%c = f32[4,8,16] {product}")).flops == flops
-
-
-def test_a_compiled_program():
-    mesh = jax.make_mesh((8,), ("data",))
-    spec = P(None, "data", None)
-
-    @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
-    def program(x):
-        def one(x):
-            whole = jax.lax.all_gather(x, "data", axis=0, tiled=True)
-            product = whole @ whole.T @ whole
-            return jax.lax.psum_scatter(product, "data", scatter_dimension=0, tiled=True)
-
-        x = jax.lax.map(one, x)
-        return jax.lax.all_to_all(x, "data", 0, 1, tiled=True).reshape(x.shape)
-
-    x = jax.ShapeDtypeStruct((16, 64, 32), "float32", sharding=NamedSharding(mesh, spec))
-    cost = hlo_cost.of(program.lower(x).compile().as_text())
-    whole = 4 * 64 * 32
-    assert cost.flops == 16 * 2 * (2 * 64 * 64 * 32)
-    assert sorted(collectives(cost)) == [
-        ("all-gather", whole, 16, True),
-        ("all-to-all", 2 * whole, 1, False),
-        ("reduce-scatter", whole, 16, True),
-    ]
-    assert cost.looped_bytes == 2 * 16 * whole
-
-
-def test_flops_without_loops_are_xlas_own():
-    def program(x):
-        y = jnp.einsum("bij,bkj->bik", x, x)
-        return jnp.einsum("bij,bjk->ik", y, x)
-
-    compiled = jax.jit(program).lower(jnp.ones((3, 16, 32))).compile()
-    found = hlo_cost.of(compiled.as_text()).flops
-    assert found == pytest.approx(compiled.cost_analysis()["flops"], rel=0.01)
 
 
 def test_parts_by_what_they_were_traced_in():
@@ -459,19 +311,6 @@ def test_a_form_that_is_unknown_is_refused():
     line = f"%a = {X16} all-to-all(%x), replica_groups=mesh['a'=8] {{'a'/2}}"
     with pytest.raises(ValueError, match="which devices"):
         hlo_cost.crossings(main(GIVEN, line), HALVES)
-
-
-@pytest.mark.parametrize(
-    "groups, wanted",
-    [
-        ("[4,2]<=[2,2,2]T(1,2,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
-        ("mesh['a'=2,'b'=2,'c'=2] {'c','a'}", ((0, 4, 1, 5), (2, 6, 3, 7))),
-    ],
-)
-def test_numbers_in_a_shape_are_transposed(groups, wanted):
-    program = main(GIVEN, f"%a = {X16} all-to-all(%x), replica_groups={groups}")
-    [found] = hlo_cost.of(program).collectives
-    assert found.groups == wanted
 
 
 def test_what_crosses_beside_a_chain_of_kernels_is_one():

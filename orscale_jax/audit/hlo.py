@@ -50,6 +50,7 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
+        """The names of its operands."""
         return re.findall(r"%([\w.-]+)", self.arguments)
 
     @property
@@ -110,6 +111,7 @@ class Instruction(NamedTuple):
         return tuple(map(tuple, numbers.tolist()))
 
     def attribute(self, pattern: str) -> str | None:
+        """What the group of a pattern matches in its attributes."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else None
 
@@ -160,7 +162,11 @@ def parse(text: str) -> tuple[Program, str]:
 
 
 def runs(
-    program: Program, name: str, scopes: Collection[str] = (), place: Place = ONCE
+    program: Program,
+    name: str,
+    scopes: Collection[str] = (),
+    place: Place = ONCE,
+    unknown_trips: int | None = None,
 ) -> Iterator[Run]:
     """Everything that a computation runs, its loops and calls, too.
 
@@ -169,6 +175,7 @@ def runs(
       name: Which one.
       scopes: Names that were given by `jax.named_scope`. The outermost one counts.
       place: Where it runs itself.
+      unknown_trips: How often a loop counts whose length nothing tells; None to raise.
     """
     computation = program[name]
     found = _scopes(computation, scopes)
@@ -180,14 +187,19 @@ def runs(
         yield Run(instruction, computation, here)
         if instruction.opcode == "while":
             body = instruction.attribute(r"body=%?([\w.-]+)") or ""
-            trips = _trips(instruction, computation, program)
+            try:
+                trips = _trips(instruction, computation, program)
+            except ValueError:
+                if unknown_trips is None:
+                    raise
+                trips = unknown_trips
             inside = here._replace(times=here.times * trips, looped=True)
-            yield from runs(program, body, scopes, inside)
+            yield from runs(program, body, scopes, inside, unknown_trips)
         elif instruction.opcode in CALLS:
             inside = here._replace(fused=here.fused or instruction.opcode in FUSIONS)
             for called in CALLED.findall(instruction.attributes):
                 for inner in re.findall(r"[\w.-]+", called):
-                    yield from runs(program, inner, scopes, inside)
+                    yield from runs(program, inner, scopes, inside, unknown_trips)
 
 
 def _scopes(computation: Computation, scopes: Collection[str]) -> dict[str, str]:

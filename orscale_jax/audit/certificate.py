@@ -1,0 +1,472 @@
+"""Whether an update on a mesh is that of one device, and what its program sends."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from orscale_jax.audit import hlo
+from orscale_jax.audit.causes import Array, Place, cause_of
+from orscale_jax.audit.probe import draw, runnable, running_mesh
+from orscale_jax.audit.program import collectives, flops_of
+from orscale_jax.audit.state import leaves_by_path
+from orscale_jax.parameters.axes import MatrixAxes
+from orscale_jax.sharding import typed_sharding
+from orscale_jax.sharding.state_shardings import state_shardings
+from orscale_jax.trees.boxes import PyTree, trained, unbox
+from orscale_jax.trees.merging import merged
+from orscale_jax.trees.names import distinct_names
+
+# The second: an optimizer that closes over a mesh is made again for one device.
+Optimizer: TypeAlias = (
+    optax.GradientTransformation | Callable[[Mesh], optax.GradientTransformation]
+)
+# Of each leaf that moves, two updates are compared: the second has momentum. After the
+# last leaf has begun to move, the others get fewer updates to do so.
+_UPDATES, _MORE_UPDATES, _COMPARED = 128, 4, 2
+# Rounding in float32 moves a polar factor by some 1e-4. In other dtypes it is measured,
+# by gradients that are rounded otherwise.
+_TOLERANCE, _ROUNDINGS = 1e-3, 8
+
+
+class Sent(NamedTuple):
+    """The collectives of one kind in the compiled program of an update."""
+
+    kind: str  #: Such as ``"all-gather"``.
+    times: int  #: How often they run.
+    nbytes: int  #: The bytes that each device sends by them.
+    looped: bool  #: Whether they are inside of a loop.
+
+
+class CertificateRow(NamedTuple):
+    """How far the update of a parameter on a mesh is from that on one device."""
+
+    #: The parameter's path, with dots.
+    path: str
+    #: The norm of the difference over the norm of the update on one device, of the worst
+    #: matrix: in float32, and again in the parameters' own dtypes if these are others.
+    errors: tuple[float, ...]
+    #: The likely cause, if a difference is more than rounding; otherwise empty.
+    cause: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificate:
+    """How an update on a mesh compares with that on one device. ``print`` shows a table.
+
+    What the program does is read from its text, in which a loop whose length is not known
+    counts once.
+
+    Attributes:
+      mesh: The mesh on which the updates ran, in words.
+      rows: One :class:`CertificateRow` for each parameter.
+      sent: One :class:`Sent` for each kind of collective in the program of an update.
+      flops: The FLOPs of matrix products on each device in one update.
+      repetition: The FLOPs of all devices over those of the same update on one device: 1
+        if no product is repeated, and 0 if there are none.
+      temporary_bytes: The bytes of temporary arrays on each device.
+    """
+
+    mesh: str
+    rows: tuple[CertificateRow, ...]
+    sent: tuple[Sent, ...]
+    flops: int
+    repetition: float
+    temporary_bytes: int
+
+    @property
+    def same(self) -> bool:
+        """Whether every update on the mesh is that on one device."""
+        return not any(row.cause for row in self.rows)
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that each device sends in one update."""
+        return sum(sent.nbytes for sent in self.sent)
+
+    @property
+    def looped_bytes(self) -> int:
+        """The part of these bytes that is sent inside of loops."""
+        return sum(sent.nbytes for sent in self.sent if sent.looped)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        wrong = sum(bool(row.cause) for row in self.rows)
+        said = f"NOT the update of one device for {wrong} of" if wrong else ""
+        worst = max((error for row in self.rows for error in row.errors), default=0.0)
+        return (
+            f"on {self.mesh}: {said or 'the update of one device for all'} "
+            f"{len(self.rows)} parameters (largest relative error {worst:.1e})"
+        )
+
+    def __str__(self) -> str:
+        """The verdict, errors and causes by parameter, and what the program does."""
+        lines, names = (
+            [self.verdict],
+            [row.path or "(the only leaf)" for row in self.rows],
+        )
+        for name, members in merged(names, [row.cause for row in self.rows]):
+            errors = zip(*(self.rows[i].errors for i in members), strict=True)
+            told = [*(f"{max(x):.1e}" for x in errors), name]
+            cause = self.rows[members[0]].cause
+            lines.append("  ".join([*told, *[f"({cause})"] * bool(cause)]))
+        lines.append(
+            f"each device: {self.bytes_sent:,} bytes sent, {self.temporary_bytes:,} of "
+            f"temporaries, {self.flops / 1e9:.3g} GFLOP; all devices together: "
+            f"{self.repetition:.3g} × the products of one device"
+        )
+        lines += [
+            f"{x.nbytes:,} bytes by {x.times:,} × {x.kind}{' in loops' * x.looped}"
+            for x in self.sent
+        ]
+        return "\n".join(lines)
+
+
+def assert_same_on(
+    mesh: Mesh | AbstractMesh, optimizer: Optimizer, params: PyTree
+) -> Certificate:
+    """Raise an AssertionError unless the update on a mesh is that of one device.
+
+    It is a line for a test. The optimizer runs on the mesh and on one device, by the same
+    random weights and gradients, until it has moved each parameter twice. The parameters
+    are compared matrix by matrix: once in float32, and again in their own dtypes.
+
+    Args:
+      mesh: The mesh. If its devices are not there, as on an abstract mesh, devices that
+        are there take their places, and the axes are shortened until there are enough.
+      optimizer: Any Optax optimizer. If it closes over a mesh, pass the function that
+        makes it from a mesh instead, such as ``lambda mesh: muon(1e-3, mesh=mesh)``.
+      params: The parameters, which may be abstract; their values are not used. If they
+        have a :class:`jax.sharding.NamedSharding`, its spec counts. Others are sharded
+        over all axes of the mesh that divide theirs.
+
+    Returns:
+      The :class:`Certificate`, which also tells what the program sends.
+
+    Raises:
+      AssertionError: If an update differs by more than rounding. The message has the
+        parameters, the errors, and the likely causes.
+      ValueError: If the optimizer does not run, or there is only one device.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from orscale_jax import assert_same_on, muon
+      >>> mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), devices=jax.devices()[:8])
+      >>> params = {"up": jnp.zeros((16, 32)), "bias": jnp.zeros(32)}
+      >>> certificate = assert_same_on(mesh, muon(1e-3), params)
+      >>> certificate.looped_bytes
+      0
+    """
+    params, optimizer = trained(params, optimizer), getattr(optimizer, "tx", optimizer)
+
+    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(leaf, "sharding", None)
+        spec = (
+            sharding.spec
+            if isinstance(sharding, NamedSharding)
+            else _spread(np.shape(leaf), mesh)
+        )
+        return jax.ShapeDtypeStruct(
+            np.shape(leaf), jnp.result_type(leaf), sharding=NamedSharding(mesh, spec)
+        )
+
+    certificate = certify(optimizer, jax.tree.map(placed, params), mesh, {})
+    if not certificate.same:
+        raise AssertionError(str(certificate))
+    return certificate
+
+
+def _spread(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """A spec by which each axis of the mesh cuts the longest axis that it divides."""
+    left = list(shape)
+    names: list[tuple[str, ...]] = [() for _ in shape]
+    for name, length in mesh.shape.items():
+        divided = [axis for axis, size in enumerate(left) if size and not size % length]
+        if divided:
+            axis = max(divided, key=left.__getitem__)
+            left[axis] //= length
+            names[axis] += (name,)
+    return PartitionSpec(*(x or None for x in names))
+
+
+def certify(
+    optimizer: Optimizer,
+    params: PyTree,
+    mesh: Mesh | AbstractMesh,
+    axes_of: Mapping[Any, MatrixAxes],
+) -> Certificate:
+    """Compare updates on a mesh with those of one device: see :func:`assert_same_on`."""
+    running = running_mesh(mesh)
+    leaves, structure = jax.tree.flatten(params)
+    paths = [*leaves_by_path(unbox(params))]
+    names = distinct_names(paths)
+    # Without axes, the last two are a matrix.
+    counted = [(*range(np.ndim(leaf)),) for leaf in leaves]
+    readings = [
+        axes_of.get(path) or MatrixAxes(axes[:-2], axes[-2:-1], axes[-1:])
+        for path, axes in zip(paths, counted, strict=True)
+    ]
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    specs = [
+        x.spec if isinstance(x, NamedSharding) else PartitionSpec() for x in shardings
+    ]
+    ours = [x for x in running.devices.flat if x.process_index == jax.process_index()]
+    first = np.array(ours[:1]).reshape((1,) * running.devices.ndim)
+    single = Mesh(first, running.axis_names, axis_types=running.axis_types)
+    own = [jnp.result_type(leaf) for leaf in leaves]
+    wide = [
+        jnp.promote_types(x, jnp.float32) if jnp.issubdtype(x, jnp.inexact) else x
+        for x in own
+    ]
+    # Accelerators round float32 before they multiply.
+    kinds = [(wide, running.devices.flat[0].platform != "cpu"), (own, True)]
+    compared = []
+    for dtypes, is_rounded in kinds[: 1 + (own != wide)]:
+        arrays = [
+            [
+                np.asarray(draw(np.shape(leaf), dtype, None)(3 * i + seed, size))
+                for i, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True))
+            ]
+            for seed, size in enumerate((0.02, 1.0, 1.0))
+        ]
+        on_mesh = _Chain(optimizer, running, structure, specs)
+        on_one = _Chain(optimizer, single, structure, specs)
+        compared.append(_compared(on_mesh, on_one, arrays, readings, is_rounded))
+        if len(compared) == 1:
+            causes = _causes(on_mesh, on_one, arrays, compared[0][1])
+            # A mesh may be there to compile for it only.
+            target = mesh if isinstance(mesh, Mesh) else running
+            program, alone = on_mesh.program, on_one.program
+            if target != running:
+                chain = _Chain(optimizer, target, structure, specs)
+                program = chain.program_for([(x.shape, x.dtype) for x in arrays[0]])
+    errors, differences = zip(*compared, strict=True)
+    for i in differences[-1].keys() - causes.keys():
+        causes[i] = "only in the parameters' dtypes: a cast, or a narrow sum"
+    issued, issued_alone = (
+        [*hlo.runs(*hlo.parse(x.as_text() or ""), unknown_trips=1)]
+        for x in (program, alone)
+    )
+    sent: dict[tuple[str, bool], Sent] = {}
+    for x in collectives(issued):
+        _, times, nbytes, _ = sent.get((x.kind, x.looped), Sent(x.kind, 0, 0, x.looped))
+        nbytes += x.sent(target.size)
+        sent[x.kind, x.looped] = Sent(x.kind, times + x.times, nbytes, x.looped)
+    flops, flops_alone = (sum(map(flops_of, x)) for x in (issued, issued_alone))
+    memory = program.memory_analysis()
+    return Certificate(
+        " × ".join(f"{size} {name}" for name, size in running.shape.items()),
+        tuple(
+            CertificateRow(name, each, causes.get(i, ""))
+            for i, (name, each) in enumerate(
+                zip(names, zip(*errors, strict=True), strict=True)
+            )
+        ),
+        tuple(sent.values()),
+        flops,
+        target.size * flops / max(1, flops_alone),
+        0 if memory is None else memory.temp_size_in_bytes,
+    )
+
+
+class _Chain:
+    """An optimizer on a mesh, compiled once for parameters of one type."""
+
+    def __init__(
+        self, optimizer: Any, mesh: Mesh, structure: Any, specs: Sequence[PartitionSpec]
+    ) -> None:
+        made = hasattr(optimizer, "update")
+        self.optimizer = optimizer if made else optimizer(mesh)
+        self.mesh, self.structure, self.specs = mesh, structure, specs
+        self.program: Any = None
+
+    def updates(
+        self, weights: Sequence[Array], grads: Sequence[Sequence[Array]]
+    ) -> Iterator[list[jax.Array]]:
+        """The leaves of each update, by gradients in turn; the weights do not change."""
+
+        def placed(arrays: Sequence[Array]) -> PyTree:
+            leaves = [
+                jax.make_array_from_callback(
+                    x.shape, NamedSharding(self.mesh, spec), x.__getitem__
+                )
+                for x, spec in zip(arrays, self.specs, strict=True)
+            ]
+            return jax.tree.unflatten(self.structure, leaves)
+
+        def replicated(x: Any) -> Any:
+            if isinstance(getattr(x, "sharding", None), NamedSharding):
+                return x
+            return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
+
+        with jax.set_mesh(self.mesh):
+            params, *gradients = map(placed, (weights, *grads))
+            state = jax.tree.map(replicated, self.optimizer.init(params))
+        for gradient in itertools.cycle(gradients):
+            with jax.set_mesh(self.mesh):
+                arguments = gradient, state, params
+                if self.program is None:
+                    self.program = self._compiled(*arguments)
+                try:
+                    updates, state = self.program(*arguments)
+                except (TypeError, ValueError):  # The types of the state have changed.
+                    updates, state = self._compiled(*arguments)(*arguments)
+            yield jax.tree.leaves(updates)
+
+    def program_for(self, shapes: Sequence[tuple[Any, Any]]) -> Any:
+        """The program of an update, on devices that need not be there."""
+        params = jax.tree.unflatten(
+            self.structure,
+            [
+                jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(self.mesh, spec))
+                for shape, spec in zip(shapes, self.specs, strict=True)
+            ],
+        )
+        with jax.set_mesh(self.mesh):
+            state = jax.tree.map(
+                lambda x, where: x.update(sharding=where),
+                jax.eval_shape(self.optimizer.init, params),
+                state_shardings(self.optimizer, params),
+            )
+            return self._compiled(params, state, params)
+
+    def _compiled(self, grads: Any, state: Any, params: Any) -> Any:
+        where = jax.tree.map(lambda x: x.sharding, (params, state))
+        try:
+            update = runnable(self.optimizer, grads, state, params)
+            jitted = jax.jit(update, out_shardings=where)
+            return jitted.lower(grads, state, params).compile()
+        except Exception as error:  # Whatever a foreign update raises.
+            raise ValueError(
+                f"on {self.mesh.size} devices the optimizer does not run: {error}\nIf it "
+                "closes over a mesh, call assert_same_on with the function that makes it "
+                "from a mesh."
+            ) from error
+
+
+# Of a leaf: the step, its update on the mesh, and that on one device.
+_Differences: TypeAlias = dict[int, tuple[int, jax.Array, Array]]
+
+
+def _compared(
+    on_mesh: _Chain,
+    on_one: _Chain,
+    arrays: Sequence[Sequence[Array]],
+    readings: Sequence[MatrixAxes],
+    is_rounded: bool,
+) -> tuple[list[float], _Differences]:
+    """The largest errors, and of each leaf the first update that is beyond rounding."""
+    weights, *grads = arrays
+    runs = [on_mesh.updates(weights, grads), on_one.updates(weights, grads)]
+    if is_rounded:
+        signs = np.random.default_rng(0)
+        nudged = [
+            [
+                (x * (1 + signs.choice((-1, 1), x.shape) / 256)).astype(x.dtype)
+                for x in each
+            ]
+            for each in grads
+        ]
+        runs.append(on_one.updates(weights, nudged))
+    errors, noise, moved = ([0.0] * len(weights) for _ in range(3))
+    differences: _Differences = {}
+    left = _UPDATES
+    for step in range(_UPDATES):
+        found, *of_one = map(next, runs)
+        wanted, rounded = ([_wide(x) for x in of_one[i]] for i in (0, -1))
+        for i, axes in enumerate(readings):
+            one = wanted[i]
+            off = np.zeros(one.shape, one.real.dtype)
+            for shard in found[i].addressable_shards:
+                apart = abs(_wide(shard.data) - one[shard.index])
+                off[shard.index] = np.maximum(off[shard.index], apart)
+            error = _relative(off, one, axes)
+            errors[i] = max(errors[i], error)
+            if is_rounded:
+                noise[i] = max(noise[i], _relative(abs(rounded[i] - one), one, axes))
+            if error > max(_TOLERANCE, _ROUNDINGS * noise[i]):
+                differences.setdefault(i, (step, found[i], one))
+            if one.any() or off.any():
+                left = left if moved[i] else _MORE_UPDATES + 1
+                moved[i] += 1
+        left -= 1
+        if not left or min(moved, default=_COMPARED) >= _COMPARED:
+            break
+    return errors, differences
+
+
+def _causes(
+    on_mesh: _Chain,
+    on_one: _Chain,
+    arrays: Sequence[Sequence[Array]],
+    differences: _Differences,
+) -> dict[int, str]:
+    """The likely cause of each difference."""
+    mesh, causes = on_mesh.mesh, dict[int, str]()
+
+    @functools.cache
+    def by_shards(along: Sequence[str], step: int) -> list[tuple[Array, list[Place]]]:
+        """The updates of devices that have only their own shards along some axes."""
+        cut = [
+            PartitionSpec(
+                *(
+                    tuple(x for x in typed_sharding.names(entry) if x in along)
+                    for entry in spec
+                )
+            )
+            for spec in on_mesh.specs
+        ]
+        maps = [
+            NamedSharding(mesh, spec).devices_indices_map(x.shape).values()
+            for spec, x in zip(cut, arrays[0], strict=True)
+        ]
+        chain = _Chain(on_one.optimizer, on_one.mesh, on_one.structure, cut)
+        results = [(np.zeros(x.shape, x.dtype), list[Place]()) for x in arrays[0]]
+        for places in {str(at): at for at in zip(*maps, strict=True)}.values():
+            weights, *grads = (
+                [x[at] for x, at in zip(each, places, strict=True)] for each in arrays
+            )
+            try:
+                *_, last = itertools.islice(chain.updates(weights, grads), step + 1)
+            except ValueError:  # The optimizer refuses shards.
+                break
+            for (whole, of_whole), at, update in zip(results, places, last, strict=True):
+                whole[at] = update
+                of_whole.append(at)
+        return results
+
+    lengths = {name: size for name, size in mesh.shape.items() if size > 1}
+    counts = range(1, len(lengths) + 1)
+    subsets = [x for count in counts for x in itertools.combinations(lengths, count)]
+    for i, (step, update, wanted) in differences.items():
+        shards = [(x.index, _wide(x.data)) for x in update.addressable_shards]
+        found = np.zeros_like(wanted)
+        for at, values in shards:
+            found[at] = values
+        agree = all(np.array_equal(found[at], x, equal_nan=True) for at, x in shards)
+        places = [*{str(at): at for at, _ in shards}.values()]
+        alone = ((" and ".join(x), *by_shards(x, step)[i]) for x in subsets)
+        sizes = [*lengths.values()]
+        causes[i] = cause_of(found, wanted, agree, places, sizes, alone)
+    return causes
+
+
+def _wide(x: Any) -> Array:
+    """An array of the host, of float32 at least."""
+    return np.asarray(x, jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _relative(off: Array, wanted: Array, axes: MatrixAxes) -> float:
+    """The largest norm of a matrix's difference over that of the matrix."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        off, norms = (np.asarray(axes.norms(jnp.asarray(abs(x)))) for x in (off, wanted))
+        ratio = np.nan_to_num(np.where(off == 0, 0, off / norms), nan=np.inf)
+    return float(np.max(ratio, initial=0))
