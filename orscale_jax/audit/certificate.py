@@ -21,8 +21,7 @@ from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.sharding.state_shardings import state_shardings
 from orscale_jax.trees.boxes import PyTree, trained, unbox
-from orscale_jax.trees.merging import merged
-from orscale_jax.trees.names import distinct_names
+from orscale_jax.trees.names import distinct_names, merged
 
 # The second: an optimizer that closes over a mesh is made again for one device.
 Optimizer: TypeAlias = (
