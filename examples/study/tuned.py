@@ -26,6 +26,7 @@ from examples.study.tuning import (
 
 CELLS = [(base, how) for base in PRETRAINING for how in GUESSES]
 PRIMARY = ("muon", "orscale")
+WAYS = {"full": "all parameters", "lora": "LoRA"}
 MEASURES = {"rms": "RMS", "relative": "relative norm", "spectral": "spectral norm"}
 
 
@@ -66,12 +67,11 @@ def points(base: str, how: str, arm: str, column: str) -> np.ndarray:
       LookupError: If a rung lacks a seed.
     """
     rates = best_rates(base, how, arm)
-    rungs = [tuple(x * 2.0**rung for x in rates) for rung in sorted(RUNGS)]
-    found = runs(base, how, arm)
-    values = [
-        [getattr(found[float(f"{a:.6g}"), float(f"{b:.6g}")][seed], column) for seed in FRESH]
-        for a, b in rungs
-    ]  # fmt: skip
+    found, values = runs(base, how, arm), []
+    for factor in (2.0**rung for rung in sorted(RUNGS)):
+        rate, beside = (float(f"{factor * x:.6g}") for x in rates)
+        rows = found[rate, beside]
+        values.append([getattr(rows[seed], column) for seed in FRESH])
     return np.array(values).T
 
 
@@ -124,14 +124,16 @@ def complete() -> Iterator[tuple[str, str, str]]:
 
 
 def starts() -> str:
-    """The pre-trained weights, and what tuning by AdamW makes of them: means of losses."""
+    """Means of the losses before tuning, and after it by AdamW."""
     rows = []
     for base, how, arm in complete():
         if arm == "adamw":
-            losses = [before(base, "old"), before(base, "new"),
-                      *(at_best(base, how, arm, column) for column in ("old", "new"))]  # fmt: skip
-            rows.append([f"`{base}`", how, *(f"{np.mean(x):.3f}" for x in losses)])
-    heading = ["base", "way", "code before", "prose before", "code after", "prose after"]
+            losses = [before(base, column) for column in ("old", "new")]
+            losses += [at_best(base, how, arm, column) for column in ("old", "new")]
+            means = [f"{np.mean(x):.3f}" for x in losses]
+            rows.append([f"`{base}`", WAYS[how], *means])
+    heading = ["Base", "Tuned", "Code before", "Prose before", "Code after",
+               "Prose after"]  # fmt: skip
     return markdown(heading, rows, left=2)
 
 
@@ -140,8 +142,9 @@ def rates() -> str:
     for base, how, arm in complete():
         rate, _ = best_rates(base, how, arm)
         times = rate / best_rates(base, how, "adamw")[0]
-        rows.append([f"`{base}`", how, f"`{arm}`", f"{rate:g}", f"{times:g}"])
-    return markdown(["base", "way", "optimizer", "best rate", "times AdamW's"], rows, 3)
+        rows.append([f"`{base}`", WAYS[how], f"`{arm}`", f"{rate:g}", f"{times:g}"])
+    heading = ["Base", "Tuned", "Optimizer", "Best rate", "Multiple of AdamW's"]
+    return markdown(heading, rows, left=3)
 
 
 def differences() -> str:
@@ -157,12 +160,12 @@ def differences() -> str:
         alone = [at_best(base, how, x, "new") for x in (arm, "adamw")]
         p = corrected.get((base, how, arm))
         rows.append([
-            f"`{base}`", how, f"`{arm}`",
+            f"`{base}`", WAYS[how], f"`{arm}`",
             *(str(interval(x)) for x in (full, half, alone[0] - alone[1])),
             "" if p is None else f"{p:.2g}",
         ])  # fmt: skip
-    heading = ["base", "way", "optimizer", "at equal loss on code", "at half the increase",
-               "each at its best rate", "p of the first, Holm"]  # fmt: skip
+    heading = ["Base", "Tuned", "Optimizer", "At equal loss on code",
+               "At half of AdamW's increase", "At the best rates", "p"]  # fmt: skip
     return markdown(heading, rows, left=3)
 
 
@@ -179,8 +182,8 @@ def equal_updates() -> str:
             inside = both[np.isfinite(both)]
             cells.append(str(interval(inside)) if len(inside) > 2 else "")
         cells.append(str(len(both) - len(inside)))
-        rows.append([f"`{base}`", how, f"`{arm}`", MEASURES[measure], *cells])
-    heading = ["base", "way", "optimizer", "equal", "prose", "code", "seeds outside"]
+        rows.append([f"`{base}`", WAYS[how], f"`{arm}`", MEASURES[measure], *cells])
+    heading = ["Base", "Tuned", "Optimizer", "Equal", "Prose", "Code", "Seeds outside"]
     return markdown(heading, rows, left=4)
 
 
@@ -193,8 +196,9 @@ def between_bases() -> str:
                 at_equal_old(x, how, arm) - at_equal_old(x, how, "adamw")
                 for x in ("adamw", "muon")
             )
-            rows.append([how, f"`{arm}`", str(interval(ours - theirs))])
-    return markdown(["way", "optimizer", "difference of the differences"], rows, left=2)
+            rows.append([WAYS[how], f"`{arm}`", str(interval(ours - theirs))])
+    heading = ["Tuned", "Optimizer", "Base `muon` minus base `adamw`"]
+    return markdown(heading, rows, left=2)
 
 
 if __name__ == "__main__":

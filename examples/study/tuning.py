@@ -111,23 +111,28 @@ class Text(NamedTuple):
     val: jax.Array
 
 
-def read_texts(sizes: Sizes) -> tuple[Text, Text]:
-    """Code, the standard library's; and prose, the topics that ``help()`` explains."""
-    code = read_corpus()
+def help_topics() -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of the topics that ``help()`` explains, to train and to validate on."""
     # Topics share paragraphs. Each is kept once; every tenth block of 20 is to validate.
     topics = sorted(pydoc_data.topics.topics.items())
     paragraphs = dict.fromkeys(x for _, topic in topics for x in topic.split("\n\n"))
     sides: tuple[list[str], list[str]] = [], []
     for i, paragraph in enumerate(paragraphs):
         sides[i // 20 % 10 == 9].append(paragraph)
-    prose = (np.frombuffer("\n\n".join(x).encode(), np.uint8) for x in sides)
+    train, val = (np.frombuffer("\n\n".join(x).encode(), np.uint8) for x in sides)
+    return train, val
+
+
+def read_texts(sizes: Sizes) -> tuple[Text, Text]:
+    """Code, the standard library's, and prose."""
+    code = read_corpus()
 
     def text(train: np.ndarray, val: np.ndarray) -> Text:
         starts = np.linspace(0, len(val) - sizes.length - 1, sizes.windows, dtype=int)
         at = starts[:, None] + np.arange(sizes.length + 1)
         return Text(jnp.asarray(train), jnp.asarray(val[at].astype(np.int32)))
 
-    return text(code.train.pieces[0], code.val.pieces[0]), text(*prose)
+    return text(code.train.pieces[0], code.val.pieces[0]), text(*help_topics())
 
 
 class Decoder(NamedTuple):
@@ -320,7 +325,9 @@ class Study:
         return guess * 2.0**best
 
     def _add(self, row: Row) -> None:
-        self.rows.setdefault(row[:6], row)
+        if row[:6] in self.rows:  # Done again for its parameters.
+            return
+        self.rows[row[:6]] = row
         new = not self.table.exists()
         with self.table.open("a", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
