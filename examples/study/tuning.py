@@ -33,6 +33,8 @@ from orscale_jax.flax import nnx_dimension_numbers
 TABLE, BASES = pathlib.Path("docs/data/tuning.csv"), pathlib.Path("runs/tuning")
 SEARCH, FRESH = range(20, 23), range(100, 112)  # Seeds, also of the weights tuned.
 RUNGS = (0, -1, -2, 1)  # Powers of two times the searched rates.
+# Added afterwards, when half of AdamW's increase had turned out to be below the others.
+LOWER = (-3, -4)
 Arm = Callable[..., optax.GradientTransformation]
 # Of a schedule of the matrices, another of what AdamW trains beside them, and arguments.
 ARMS: Mapping[str, Arm] = {
@@ -360,12 +362,17 @@ def train(study: Study) -> None:
         for arm in arms
         if arm in GUESSES[how]
     ]
+    best = dict[tuple[str, str, str], tuple[float, float]]()
     for base, how, arm in cells:
         adamw = study.search(base, how, "adamw")
         rate = adamw if arm == "adamw" else study.search(base, how, arm, adamw)
+        best[base, how, arm] = rate, adamw
         for rung in RUNGS:
-            rates = rate * 2.0**rung, adamw * 2.0**rung
-            study.runs(base, how, arm, *rates, FRESH)
+            study.runs(base, how, arm, rate * 2.0**rung, adamw * 2.0**rung, FRESH)
+    for (base, how, arm), (rate, adamw) in best.items():
+        if arm in ("adamw", "muon", "orscale"):
+            for rung in LOWER:
+                study.runs(base, how, arm, rate * 2.0**rung, adamw * 2.0**rung, FRESH)
 
 
 if __name__ == "__main__":

@@ -132,8 +132,11 @@ def equal(one, other, tolerance):
 @pytest.mark.parametrize("options", [{}, {"mu_dtype": "int8"}], ids=["float32", "int8"])
 @pytest.mark.parametrize("make", [muon, orscale])
 def test_the_same_on_a_mesh(make, options, tmp_path):
-    """As their programs shard a model: four parts of its width, two of its heads."""
-    config = dataclasses.replace(CONFIG, num_kv_heads=2)
+    """As their programs shard a model: four parts of its width, two of its heads.
+
+    Each part has whole blocks of the 8-bit momentum, as the page says.
+    """
+    config = dataclasses.replace(CONFIG, num_kv_heads=2, embed_dim=128, hidden_dim=256)
     axes = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=axes)
 
