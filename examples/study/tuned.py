@@ -173,6 +173,16 @@ def differences() -> str:
     return markdown(heading, rows, left=3)
 
 
+def orscale_and_muon() -> str:
+    """The endpoint of OrScale minus that of `muon`."""
+    rows, there = [], {*complete()}
+    for base, how in CELLS:
+        if {(base, how, arm) for arm in PRIMARY} <= there:
+            muon, orscale = (at_equal_old(base, how, arm) for arm in PRIMARY)
+            rows.append([f"`{base}`", WAYS[how], str(interval(orscale - muon))])
+    return markdown(["Base", "Tuned", "`orscale` minus `muon`"], rows, left=2)
+
+
 def at_half() -> str:
     """Each optimizer minus AdamW, where AdamW forgets half as much."""
     rows = []
@@ -220,6 +230,9 @@ def between_bases() -> str:
     return markdown(heading, rows, left=2)
 
 
+TABLES = (starts, rates, differences, between_bases, orscale_and_muon, at_half,
+          equal_updates)  # fmt: skip
+
 if __name__ == "__main__":
-    for table in (starts, rates, differences, between_bases, at_half, equal_updates):
+    for table in TABLES:
         print(f"{table()}\n")
