@@ -354,7 +354,7 @@ def train(study: Study) -> None:
     for base, rate in PRETRAINING.items():
         seeds = [*SEARCH, *FRESH]
         study.runs(base, "pretraining", base, rate, rate, seeds, keep=True)
-    cells = [
+    cells: list[tuple[str, str, str]] = [
         (base, how, arm)
         for arms in (("adamw", "muon", "orscale"), ("relative", "spectral"))
         for base in PRETRAINING

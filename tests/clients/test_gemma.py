@@ -108,8 +108,9 @@ def test_gemma_trains_sharded_and_resumes(lora, make, options, page, tmp_path):
         again, _ = trainer(tx, lora, tmp_path / "parts", steps).train()
     for one, other in zip(jax.tree.leaves(end), jax.tree.leaves(again), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-    # A sum in another order may move an 8-bit code of the momentum by one.
-    tolerance = 1e-2 if options else 1e-3
+    # A sum in another order may move an 8-bit code of the momentum by one, and
+    # Newton–Schulz enlarges what is small beside the other singular values.
+    tolerance = 3e-2 if options else 1e-3
     pairs = zip(jax.tree.leaves(end.params), jax.tree.leaves(alone.params), strict=True)
     for one, other in pairs:
         assert np.linalg.norm(one - other) <= tolerance * np.linalg.norm(other)
