@@ -71,8 +71,9 @@ CLIENTS := jax==0.10.2 jaxlib==0.10.2 optax==0.2.8 haliax==1.4.dev453 keras==3.1
 # It pins Optax below 0.2.7, whose schedules of weight decay do not advance (and 0.2.7 fails to
 # import with JAX 0.10).
 MARIN := chex hypothesis 'pytest>=9' marin-levanter==0.2.227.dev40316220070
-# It needs a newer Flax than Python 3.11 has.
+# They need a newer Flax than Python 3.11 has.
 TUNIX := chex hypothesis 'pytest>=9' google-tunix==0.1.7
+GEMMA := chex hypothesis 'pytest>=9' gemma==4.0.1 kauldron==1.4.4
 CLIENT_TESTS = -m pytest -m client -W ignore tests/clients $(ARGS)
 install = $(if $(shell command -v uv),uv pip install -q --python $(1)/bin/python,$(1)/bin/python -m pip \
 	install --quiet --disable-pip-version-check)
@@ -91,6 +92,9 @@ clients: ## Train with other people's trainers, as they are; takes minutes to in
 	@$(MAKE) --no-print-directory VENV=.venv-tunix PYTHON='$(NEWER_PYTHON)' .venv-tunix/pyvenv.cfg
 	$(call install,.venv-tunix) $(TUNIX) -e .
 	.venv-tunix/bin/python $(CLIENT_TESTS)
+	@$(MAKE) --no-print-directory VENV=.venv-gemma PYTHON='$(NEWER_PYTHON)' .venv-gemma/pyvenv.cfg
+	$(call install,.venv-gemma) $(GEMMA) -e .
+	.venv-gemma/bin/python $(CLIENT_TESTS)
 
 test-gpu: ## Count the kernels of steps compiled for a GPU, which it needs none of.
 	@$(MAKE) --no-print-directory VENV=.venv-gpu .venv-gpu/.has-examples,gpu,test

@@ -1,6 +1,9 @@
-"""Tunix's `PeftTrainer`: all parameters, adapters of Qwix, and a run that goes on."""
+"""Tunix's `PeftTrainer`: all parameters, adapters of Qwix, on a mesh, and a resume."""
 
+import contextlib
+import dataclasses
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -99,19 +102,73 @@ def test_all_parameters_and_a_run_that_goes_on(make, options, tmp_path):
     again = Qwen3(CONFIG, rngs=nnx.Rngs(5))
     _, before = trained(again, make, nnx.Param, tmp_path / "parts", 6, **options)
     assert before == 3
-    for one, other in zip(
-        *(jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (whole, again)), strict=True
-    ):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    equal(whole, again, 1e-5)
 
 
-def test_adapters_of_qwix(tmp_path):
-    model = adapted(Qwen3(CONFIG, rngs=nnx.Rngs(0)))
+@pytest.mark.parametrize("options", [{}, {"mu_dtype": "int8"}], ids=["float32", "int8"])
+@pytest.mark.parametrize("make", [muon, orscale])
+def test_adapters_of_qwix_and_a_run_that_goes_on(make, options, tmp_path):
+    model, again = (adapted(Qwen3(CONFIG, rngs=nnx.Rngs(0))) for _ in range(2))
     start = loss_of(model)
     frozen = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
     base = jax.tree.map(np.array, nnx.state(model, frozen))
-    trainer, _ = trained(model, muon, nnx.LoRAParam, tmp_path, 6)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trainer, _ = trained(model, make, nnx.LoRAParam, whole, 6, **options)
     rows = describe(nnx.state(model, nnx.LoRAParam), trainer.optimizer).rows
     assert {row.rule for row in rows} == {"matrix"} and len(rows) == 2 * 2 * 2
     assert loss_of(model) < start
     jax.tree.map(np.testing.assert_array_equal, base, nnx.state(model, frozen))
+    for steps in (3, 6):
+        _, before = trained(again, make, nnx.LoRAParam, parts, steps, **options)
+    assert before == 3
+    equal(model, again, 1e-5)
+
+
+def equal(one, other, tolerance):
+    pairs = (jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (one, other))
+    for x, y in zip(*pairs, strict=True):
+        x, y = np.asarray(x), np.asarray(y)
+        assert np.linalg.norm(x - y) <= tolerance * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("options", [{}, {"mu_dtype": "int8"}], ids=["float32", "int8"])
+@pytest.mark.parametrize("make", [muon, orscale])
+def test_the_same_on_a_mesh(make, options, tmp_path):
+    """As their programs shard a model: four parts of its width, two of its heads.
+
+    Each part has whole blocks of the 8-bit momentum, as the page says.
+    """
+    config = dataclasses.replace(CONFIG, num_kv_heads=2, embed_dim=128, hidden_dim=256)
+    axes = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tp"), axis_types=axes)
+
+    @nnx.jit
+    def create():
+        model = Qwen3(config, rngs=nnx.Rngs(0))
+        state = nnx.state(model)
+        where = nnx.get_partition_spec(state)
+        nnx.update(model, jax.lax.with_sharding_constraint(state, where))
+        return model
+
+    models = []
+    for name, on in (("alone", contextlib.nullcontext()), ("mesh", mesh)):
+        with on:
+            models.append(create() if name == "mesh" else Qwen3(config, rngs=nnx.Rngs(0)))
+            trainer, _ = trained(
+                models[-1], make, nnx.Param, tmp_path / name, 3, **options
+            )
+    up = models[-1].layers[0].mlp.up_proj.kernel[...]
+    assert not up.sharding.is_fully_replicated
+    mu = [x for path, x in jax.tree.leaves_with_path(nnx.state(trainer.optimizer))
+          if "up_proj" in jax.tree_util.keystr(path) and x.shape == up.shape]  # fmt: skip
+    assert mu and all(x.sharding.is_equivalent_to(up.sharding, 2) for x in mu)
+    # A sum in another order may move an 8-bit code of the momentum by one.
+    equal(*models, 1e-3)
+
+
+def test_the_table_of_the_page():
+    model = nnx.eval_shape(lambda: Qwen3(CONFIG, rngs=nnx.Rngs(0)))
+    numbers = nnx_dimension_numbers(model, overrides=HEADS)
+    table = str(describe(model, muon(2e-5, weight_dimension_numbers=numbers)))
+    page = Path(__file__).parents[2] / "docs" / "fine_tuning.md"
+    assert "\n".join(table.splitlines()[:13]) in page.read_text()

@@ -2,7 +2,7 @@
 
     python -m examples.benchmarks.gpu_session                      # nine minutes
     python -m examples.benchmarks.gpu_session --stage steps        # some
-    python -m examples.benchmarks.gpu_session --stage pretraining  # twelve minutes
+    python -m examples.benchmarks.gpu_session --stage pretraining  # 14 minutes
     python -m examples.benchmarks.gpu_session --tiny               # a trial on a CPU
 
 Stages take turns, what is wanted most first. Each writes a table, STAGE.csv, into the

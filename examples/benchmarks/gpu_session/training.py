@@ -12,7 +12,9 @@ two seeds. A step has 16 windows of 512 bytes. The rate warms up for a tenth of 
 and falls by a cosine to a tenth. All decay by 0.1; everything else is at its default, but
 for AdamW's b2, which is 0.95 in all three. A loss is that of 16 batches of validation,
 the same for all runs; quartiles are over these batches. What will be concluded is in
-docs/study/pretraining_protocol.md.
+docs/study/pretraining_protocol.md. At the end each optimizer goes on, at three rates and
+without decay, from the weights that AdamW trained with 125M parameters and another seed:
+on the prose of docs/study/tuning_protocol.md, with losses of both texts.
 """
 
 import functools
@@ -38,6 +40,7 @@ from examples.benchmarks.timing import Quartiles, repeated, seconds_of
 from examples.pretrain.data import NOT_LIBRARY, SEPARATOR, VALIDATION_SHARE
 from examples.pretrain.loss import cross_entropy
 from examples.pretrain.models.dense import Dense, DenseConfig
+from examples.study.tuning import help_topics
 from orscale_jax import muon, orscale
 from orscale_jax.flax import nnx_dimension_numbers
 
@@ -74,6 +77,7 @@ LARGE = SMALL._replace(width=896, layers=13, heads=14, steps=2500)
 # Powers of two times this rate; those in the middle are tried first.
 RATE = 1e-3
 EXPONENTS = {"optax.adamw": (0, -1, 1, -2), "muon": (2, 1, 3, 0), "orscale": (2, 1, 3, 0)}
+TUNED = {"optax.adamw": (-2, -3, -1), "muon": (-1, -2, 0), "orscale": (-1, -2, 0)}
 MOST_BYTES = 2**27  # To train on.
 
 
@@ -187,6 +191,7 @@ class Runner(NamedTuple):
     # Of these, a rate, a seed, the number of the first step, and both texts: what some
     # steps make of them, and the losses of validation.
     some_steps: Callable[..., Any]
+    losses: Callable[[Any, jax.Array], jax.Array]  # Of parameters and a text.
 
 
 @functools.cache
@@ -217,14 +222,18 @@ def runner(sizes: Sizes, arm: str) -> Runner:
             return update(*held, gradient(held[0], tokens)), None
 
         held, _ = jax.lax.scan(step, held, first + jnp.arange(sizes.between))
+        return held, losses(held[0], val)
+
+    @jax.jit
+    def losses(params: Any, text: jax.Array) -> jax.Array:
         keys = jax.random.split(jax.random.key(0), 16)
-        return held, jax.lax.map(lambda key: loss(held[0], windows(val, key)[0]), keys)
+        return jax.lax.map(lambda key: loss(params, windows(text, key)[0]), keys)
 
     def start(seed: int) -> tuple[Any, Any]:
         params = decoder(sizes, seed)[0]
         return params, jax.jit(optimizer(RATE).init)(params)
 
-    return Runner(start, some_steps)
+    return Runner(start, some_steps, losses)
 
 
 def _of_run(sizes: Sizes, arm: str, rate: float, seed: int) -> Iterator[Measured]:
@@ -232,7 +241,7 @@ def _of_run(sizes: Sizes, arm: str, rate: float, seed: int) -> Iterator[Measured
     train, val = jax.device_put(texts())
     yield Measured("learning rate", "", Quartiles.of([rate]))
     yield Measured("text to train on", "MB", Quartiles.of([train.size / 1e6]))
-    start, some_steps = runner(sizes, arm)
+    start, some_steps, _ = runner(sizes, arm)
     held = start(seed)
     for first in range(0, sizes.steps, sizes.between):
         began = time.perf_counter()
@@ -271,8 +280,35 @@ def _of_best(
     return _of_run(large, arm, best_rate(rows, small, arm), seed)
 
 
+@functools.cache
+def trained_by_adamw(sizes: Sizes, rate: float, seed: int) -> Any:
+    start, some_steps, _ = runner(sizes, "optax.adamw")
+    held, code = start(seed), jax.device_put(texts())
+    for first in range(0, sizes.steps, sizes.between):
+        held, _ = some_steps(held, rate, seed, first, *code)
+    return held[0]
+
+
+def _of_tuning(
+    small: Sizes, large: Sizes, arm: str, rate: float, rows: Sequence[Row]
+) -> Iterator[Measured]:
+    """The losses of both texts, before tuning and after it."""
+    start, some_steps, losses = runner(large._replace(steps=large.between), arm)
+    params = trained_by_adamw(large, best_rate(rows, small, "optax.adamw"), 2)
+    prose, (_, code) = jax.device_put(help_topics()), jax.device_put(texts())
+    held = jax.tree.map(jnp.copy, params), start(0)[1]
+    (after, _), _ = some_steps(held, rate, 0, 0, *prose)
+    for when, found in (("before", params), ("after", after)):
+        for name, text in (("prose", prose[1]), ("code", code)):
+            quartiles = Quartiles.of(losses(found, text).tolist())
+            yield Measured(f"loss on {name} {when}", "nats per byte", quartiles)
+
+
 def pretraining(tiny: bool) -> Sequence[Sequence[Case]]:
-    """Two rates of each optimizer, the other two, then each seed with the best ones."""
+    """Two rates of each optimizer, the other two, then each seed with the best ones.
+
+    At the end, three rates of each go on from what AdamW has trained.
+    """
     small, large = (TINY, TINY._replace(layers=2)) if tiny else (SMALL, LARGE)
     tried = [
         Case(case_of("31M", small, f"rate {rate:g}", 0), arm, LOSS,
@@ -289,4 +325,10 @@ def pretraining(tiny: bool) -> Sequence[Sequence[Case]]:
         ]
         for seed in range(1 if tiny else 2)
     ]  # fmt: skip
-    return [tried, *trained]
+    tuned = [
+        Case(f"125M, tuned on prose, rate {rate:g}", arm, "loss on prose after",
+             functools.partial(_of_tuning, small, large, arm, rate), told=True)
+        for place, arm in itertools.product(range(1 if tiny else 3), ARMS)
+        for rate in (RATE * 2.0 ** TUNED[arm][place],)
+    ]  # fmt: skip
+    return [tried, *trained, tuned]
