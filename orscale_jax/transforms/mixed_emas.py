@@ -1,7 +1,7 @@
 """Momentum of several timescales: a weighted sum of exponential averages."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def mixed_emas(
     decays: Numbers,
     weights: Numbers,
     *,
-    gradient_share: ArrayLike = 0.05,
+    gradient_share: optax.ScalarOrSchedule = 0.05,
     mu_dtype: DTypeLike | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
@@ -51,7 +51,7 @@ def mixed_emas(
         the step, which starts at 0, to all of them. Averages whose decays have been equal
         so far are equal.
       weights: :math:`w_k` for each average, or such a function.
-      gradient_share: :math:`\gamma` in [0, 1).
+      gradient_share: :math:`\gamma` in [0, 1), or a schedule.
       mu_dtype: The dtype of the averages in the state. See :func:`orscale`.
       weight_dimension_numbers: See :func:`orscale`.
 
@@ -74,11 +74,11 @@ def mixed_emas(
       Bi-Maxwell and K-Maxwell momentum: https://github.com/KellerJordan/modded-nanogpt,
       pull requests 340 and 357.
     """
-    validate.number("gradient_share", gradient_share, at_least=0, below=1)
+    validate.number("gradient_share", gradient_share, at_least=0, below=1, schedule=True)
     if not is_int8(mu_dtype):
         validate.dtype("mu_dtype", mu_dtype, also='"int8" ')
 
-    def at(numbers: Numbers, count: ArrayLike) -> Sequence[ArrayLike]:
+    def at(numbers: Any, count: ArrayLike) -> Any:
         return numbers(jnp.asarray(count)) if callable(numbers) else numbers
 
     number_of_averages = len(at(decays, 0))
@@ -99,7 +99,7 @@ def mixed_emas(
             updates: PyTree, state: MixedEMAsState, params: PyTree | None = None
         ) -> tuple[PyTree, MixedEMAsState]:
             dtype, averages = compute_dtype(updates), []
-            share = jnp.asarray(gradient_share, dtype)
+            share = jnp.asarray(at(gradient_share, state.count), dtype)
             mixed = optax.tree.scale(share, updates)
             pairs = zip(at(decays, state.count), at(weights, state.count), strict=True)
             for (decay, weight), before in zip(pairs, state.averages, strict=True):

@@ -16,7 +16,6 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
     blend_momentum,
-    describe,
     ema_nesterov,
     mixed_emas,
     neuron_floor,
@@ -170,7 +169,9 @@ def test_momentum(enable_x64, published):
     stage = two_timescales()
     if published is KMaxwell:
         weights = functools.partial(lerp, KMaxwell.first, KMaxwell.last)
-        stage = mixed_emas(KMaxwell.betas, lambda step: weights(step / STEPS))
+        stage = mixed_emas(
+            KMaxwell.betas, lambda step: weights(jnp.float64(step) / STEPS)
+        )
     grads = np.random.default_rng(0).normal(size=(STEPS, 6, 4))
     state, expected = stage.init({"w": grads[0]}), published()
     update = jax.jit(stage.update)
@@ -261,7 +262,7 @@ def test_floors(enable_x64):
         calibrate=False, r_min=1 / target, r_max=jnp.inf, eps=0.0, **given
     )
     stages = neuron_floor(target, **given), optax.chain(ratio, optax.scale(target))
-    scale = np.geomspace(0.1, 10, 30)
+    scale = np.geomspace(0.1, 10, 40)
     updates, params = (jax.tree.map(np.float64, TREE(seed)) for seed in (0, 1))
     updates = {n: x * scale[: x.shape[-1]] for n, x in updates.items()}
     rows, whole = (
@@ -347,18 +348,12 @@ def test_lookahead_of_any_optimizer():
     updates, state = jax.jit(optimizer.update)(params, state, params)
     assert updates["a"].dtype == jnp.bfloat16
     plain, _ = inner.update(params, inner.init(params), params)
-    np.testing.assert_allclose(state.average["b"], 0.01 * plain["b"])
+    np.testing.assert_allclose(state.average["b"], 0.01 * plain["b"], rtol=1e-5)
     moved = optax.apply_updates(params, updates)
     behind = without_lookahead((state, ()), moved)
     np.testing.assert_allclose(behind["b"], params["b"] + plain["b"], rtol=1e-6)
     with pytest.raises(ValueError, match="0 EMANesterovState instead of one"):
         without_lookahead(inner.init(params), params)
-
-
-def test_the_audit_knows_the_direction_of_a_blend():
-    optimizer = record(numbers=None)
-    [row] = describe({"w": jnp.ones((6, 4))}, optimizer, probe=True).rows
-    assert (row.matrices, row.first_update) == (1, "other")
 
 
 @pytest.mark.parametrize(
