@@ -1,5 +1,6 @@
 """The recipes of docs/recipes.md: the table is what `describe` says, and all train."""
 
+import functools
 import re
 
 import jax
@@ -192,10 +193,20 @@ def matrices_of(params):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["track_3", "track_3_open"])
-def test_50_steps_of_track_3(page, enable_x64, monkeypatch, name):
-    """With another step for the switch to two timescales."""
+@pytest.mark.parametrize("name, soap", [("track_3", Soap), ("track_3_open", None)])
+def test_50_steps_of_track_3(page, enable_x64, monkeypatch, name, soap):
+    """In float64, and with another step for the switch to two timescales.
+
+    With SOAP of square matrices only: the first covariances of others have eigenvectors
+    that are not unique.
+    """
+    if soap is None:
+        monkeypatch.setitem(page, "soap", lambda momentum: momentum)
+    wide = functools.partial(page["orthogonalize"], ns_dtype=jnp.float64)
+    monkeypatch.setitem(page, "orthogonalize", wide)
     monkeypatch.setitem(page, "switch", 10)
+    monkeypatch.setitem(page, "cool", lambda step, coefficient: 1.0)
+    monkeypatch.setitem(page, "mu", lambda step: 0.85 + 0.1 * jnp.float64(step) / 300)
     optimizer = page[name](optax.constant_schedule(0.02))
     params = jax.tree.map(lambda x: np.float64(x), page["init"](jax.random.key(0)))
 
@@ -217,7 +228,10 @@ def test_50_steps_of_track_3(page, enable_x64, monkeypatch, name):
     found = dict(matrices_of(found))
     each = [dict(matrices_of(noise)) for noise in noises]
     for key, p in matrices_of(params):
-        soap, momentum = Soap(gated=key == "out"), 0.0
+        if soap and p.shape[0] != p.shape[1]:
+            continue
+        white = soap(gated=key == "out") if soap else lambda update, grad: update
+        momentum = 0.0
         for i, noise in enumerate(each):
             grad, mu = noise[key] + 0.1 * p, 0.85 + i / 300 * (0.95 - 0.85)
             if name == "track_3" or i <= 10:
@@ -226,9 +240,9 @@ def test_50_steps_of_track_3(page, enable_x64, monkeypatch, name):
             else:
                 fast, slow = lerp(fast, grad, 1 - 0.85), lerp(slow, grad, 1 - 0.98)
                 effective = 0.4385 * fast + (1 - 0.4385) * slow
-            u = newton_schulz(soap(lerp(grad, effective, mu), grad))
+            u = newton_schulz(white(lerp(grad, effective, mu), grad))
             p = pin(p, row_floor(brake(u, p), p), 0.02)
-        assert np.linalg.norm(found[key] - p) < 1e-9 * np.linalg.norm(p), key
+        assert np.linalg.norm(found[key] - p) < 1e-11 * np.linalg.norm(p), key
 
 
 def test_schedules_of_track_3(page):

@@ -12,7 +12,13 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
-from orscale_jax import BlockDimensionNumbers as Blocks, by_path, describe, orscale
+from orscale_jax import (
+    BlockDimensionNumbers as Blocks,
+    by_path,
+    describe,
+    family,
+    orscale,
+)
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests import leaves
 from tests.compiled import WITH_FUSION_EMITTERS
@@ -157,6 +163,22 @@ def test_fused_and_split_take_the_same_steps(enable_x64):
                 np.testing.assert_allclose(
                     ratios, np.stack(readout(by_part, part)[name]), rtol=1e-11
                 )
+
+
+@pytest.mark.extended
+def test_neurons_of_blocks():
+    """Of columns and of rows, contiguous and in turns."""
+    names = ("qkv", "gate_up", "w13", "by_head")
+
+    def some(step):
+        return {name: fused(step)[name] for name in names}
+
+    build = functools.partial(family.normuon, 0.02, ns_dtype=jnp.float32)
+    whole = build(weight_dimension_numbers={name: NUMBERS[name] for name in names})
+    parts = build(weight_dimension_numbers={name: APART[name] for name in names})
+    found = run(whole, some(0), 3, some)[-1][0]
+    expected = run(parts, apart(some(0)), 3, lambda step: apart(some(step)))[-1][0]
+    assert_close(apart(found), expected, rtol=1e-4)
 
 
 @pytest.mark.extended
