@@ -17,7 +17,7 @@ class EMANesterovState(NamedTuple):
     """State of :func:`ema_nesterov`."""
 
     #: The number of steps, int32.
-    count: jax.Array
+    steps: jax.Array
     #: :math:`\beta` of the parameters, a scalar of JAX's default float.
     lookahead: jax.Array
     #: The average step m, in a tree like the parameters, of dtype float32 or wider.
@@ -44,7 +44,8 @@ def ema_nesterov(
     :math:`\theta_t`, to evaluate and to export.
 
     Args:
-      inner: The whole optimizer, such as ``muon(1e-3)`` or a chain.
+      inner: The whole optimizer, such as ``muon(1e-3)``. :func:`keep_master_weights` goes
+        around this wrapper, not into it.
       lookahead: :math:`\beta_t`, at least 0: a number, or a schedule of the number of the
         step, which starts at 0.
       decay: :math:`\gamma` in [0, 1).
@@ -79,8 +80,8 @@ def ema_nesterov(
         def zeros(x: jax.Array) -> jax.Array:
             return jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32))
 
-        count, average = jnp.zeros((), jnp.int32), jax.tree.map(zeros, params)
-        return EMANesterovState(count, jnp.zeros(()), average, inner.init(params))
+        steps, average = jnp.zeros((), jnp.int32), jax.tree.map(zeros, params)
+        return EMANesterovState(steps, jnp.zeros(()), average, inner.init(params))
 
     def update(
         updates: PyTree,
@@ -89,23 +90,23 @@ def ema_nesterov(
         **extra_args: Any,
     ) -> tuple[PyTree, EMANesterovState]:
         require_shapes(updates, params)
-        steps, inner_state = inner.update(
+        moves, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
         )
-        count = state.count + 1
-        beta = lookahead(count) if callable(lookahead) else lookahead
+        steps = state.steps + 1
+        beta = lookahead(steps) if callable(lookahead) else lookahead
         beta = jnp.asarray(beta, state.lookahead.dtype)
 
-        def averaged(m: jax.Array, step: jax.Array) -> jax.Array:
+        def averaged(m: jax.Array, move: jax.Array) -> jax.Array:
             gamma, before = (jnp.asarray(x, m.dtype) for x in (decay, state.lookahead))
-            return gamma * m + (1 - gamma) * (step + before * m)
+            return gamma * m + (1 - gamma) * (move + before * m)
 
-        def ahead(m: jax.Array, step: jax.Array) -> jax.Array:
-            return (step + beta.astype(m.dtype) * m).astype(step.dtype)
+        def ahead(m: jax.Array, move: jax.Array) -> jax.Array:
+            return (move + beta.astype(m.dtype) * m).astype(move.dtype)
 
-        average = jax.tree.map(averaged, state.average, steps)
-        state = EMANesterovState(count, beta, average, inner_state)
-        return jax.tree.map(ahead, average, steps), state
+        average = jax.tree.map(averaged, state.average, moves)
+        state = EMANesterovState(steps, beta, average, inner_state)
+        return jax.tree.map(ahead, average, moves), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

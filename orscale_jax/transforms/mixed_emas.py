@@ -22,9 +22,8 @@ class MixedEMAsState(NamedTuple):
     """State of :func:`mixed_emas`."""
 
     #: The number of steps, int32.
-    count: jax.Array
-    #: The state of each average: a :class:`optax.TraceState` or an
-    #: :class:`Int8TraceState`.
+    steps: jax.Array
+    #: The state of each average: Optax's ``TraceState``, or an :class:`Int8TraceState`.
     averages: tuple[optax.TraceState | Int8TraceState, ...]
 
 
@@ -99,9 +98,9 @@ def mixed_emas(
             updates: PyTree, state: MixedEMAsState, params: PyTree | None = None
         ) -> tuple[PyTree, MixedEMAsState]:
             dtype, averages = compute_dtype(updates), []
-            share = jnp.asarray(at(gradient_share, state.count), dtype)
+            share = jnp.asarray(at(gradient_share, state.steps), dtype)
             mixed = optax.tree.scale(share, updates)
-            pairs = zip(at(decays, state.count), at(weights, state.count), strict=True)
+            pairs = zip(at(decays, state.steps), at(weights, state.steps), strict=True)
             for (decay, weight), before in zip(pairs, state.averages, strict=True):
                 decay, weight = (jnp.asarray(x, dtype) for x in (decay, weight))
                 new = optax.tree.scale(1 - decay, updates)
@@ -109,7 +108,7 @@ def mixed_emas(
                 m = jax.tree.map(typed_sharding.shard_like, m, mixed)
                 mixed = optax.tree.add_scale(mixed, (1 - share) * weight, m)
                 averages.append(after)
-            return mixed, MixedEMAsState(state.count + 1, tuple(averages))
+            return mixed, MixedEMAsState(state.steps + 1, tuple(averages))
 
         return optax.GradientTransformation(init, update)
 

@@ -57,12 +57,10 @@ def neuron_floor(
         return broadcast(neurons, factors, update) * update
 
     def stage(matrices: Matrices) -> optax.GradientTransformation:
-        def update(
-            updates: PyTree, state: optax.EmptyState, params: PyTree | None = None
-        ) -> tuple[PyTree, optax.EmptyState]:
+        def update(updates: PyTree, params: PyTree | None) -> PyTree:
             require_params(params)
-            return matrices.map(raised, updates, params), state
+            return matrices.map(raised, updates, params)
 
-        return optax.GradientTransformation(optax.init_empty_state, update)
+        return optax.stateless(update)
 
     return on_matrices(weight_dimension_numbers, stage)
