@@ -13,7 +13,17 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from orscale_jax import diagnostics, family, muon, orscale
+from orscale_jax import (
+    blend_momentum,
+    diagnostics,
+    ema_nesterov,
+    family,
+    mixed_emas,
+    muon,
+    neuron_floor,
+    orscale,
+    orthogonalize,
+)
 from tests.runs import (
     EXPLICIT,
     FAMILY,
@@ -43,9 +53,25 @@ OPTIMIZERS = {
 FAST = ("orscale", "muon", "int8_momentum", "hyperball", "normuon")
 
 
-@pytest.fixture(params=FAST)
+def chained(rate, weight_dimension_numbers):
+    """Stages that no optimizer of the library has, in one chain."""
+    matrices = {name: x for name, x in weight_dimension_numbers.items() if x}
+    numbers = {"weight_dimension_numbers": lambda tree: matrices | {"b": None}}
+    chain = optax.chain(
+        mixed_emas((0.8, 0.98), (0.4, 0.6), mu_dtype="int8", **numbers),
+        blend_momentum(orthogonalize(**numbers), -0.25, **numbers),
+        neuron_floor(0.4, **numbers),
+        optax.scale_by_learning_rate(rate),
+    )
+    labels = {name: "matrix" if name in matrices else "adamw" for name in NUMBERS}
+    groups = {"matrix": chain, "adamw": optax.adamw(rate)}
+    return ema_nesterov(optax.partition(groups, labels), 0.3)
+
+
+@pytest.fixture(params=(*FAST, "chained"))
 def build(request):
-    return functools.partial(OPTIMIZERS[request.param], weight_dimension_numbers=NUMBERS)
+    make = chained if request.param == "chained" else OPTIMIZERS[request.param]
+    return functools.partial(make, weight_dimension_numbers=NUMBERS)
 
 
 def train(optimizer, steps, params=None):

@@ -42,8 +42,8 @@ def blend_momentum(
       direction: A stage from :math:`\tilde M` to Q, such as :func:`orthogonalize`.
       share: s, below 1. Adding k times the normalized momentum to Q, and keeping the norm
         of Q, is :math:`s = k / (1 + k)`.
-      norm: ``"spectral"``, which five power steps estimate without a matrix product, or
-        ``"frobenius"``.
+      norm: ``"spectral"``, the largest singular value, which five power steps estimate;
+        on a mesh, each of them exchanges vectors. Or ``"frobenius"``.
       keep_norm: Whether the second equation applies.
       weight_dimension_numbers: See :func:`orscale`.
 

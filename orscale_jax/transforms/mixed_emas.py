@@ -23,7 +23,8 @@ class MixedEMAsState(NamedTuple):
 
     #: The number of steps, int32.
     steps: jax.Array
-    #: The state of each average: Optax's ``TraceState``, or an :class:`Int8TraceState`.
+    #: A state for each average, which is Optax's ``TraceState`` or an
+    #: :class:`Int8TraceState`.
     averages: tuple[optax.TraceState | Int8TraceState, ...]
 
 
@@ -91,8 +92,8 @@ def mixed_emas(
             return momentum_stage(decay, False, mu_dtype, matrices)
 
         def init(params: PyTree) -> MixedEMAsState:
-            averages = (average(0.0).init(params),) * number_of_averages
-            return MixedEMAsState(jnp.zeros((), jnp.int32), averages)
+            averages = (average(0.0).init(params) for _ in range(number_of_averages))
+            return MixedEMAsState(jnp.zeros((), jnp.int32), tuple(averages))
 
         def update(
             updates: PyTree, state: MixedEMAsState, params: PyTree | None = None
