@@ -78,7 +78,7 @@ def ema_nesterov(
 
     def init(params: PyTree) -> EMANesterovState:
         def zeros(x: jax.Array) -> jax.Array:
-            return jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32))
+            return jnp.zeros_like(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
 
         steps, average = jnp.zeros((), jnp.int32), jax.tree.map(zeros, params)
         return EMANesterovState(steps, jnp.zeros(()), average, inner.init(params))
