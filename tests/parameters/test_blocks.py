@@ -222,7 +222,7 @@ def test_splitting_costs_no_copy_that_can_be_avoided(blocks, expected):
 @pytest.mark.extended
 @pytest.mark.compiled
 @pytest.mark.parametrize("stride", [None, 1])
-@pytest.mark.parametrize("kinds", [(AUTO,), (EXPLICIT, AUTO)])
+@pytest.mark.parametrize("kinds", [(AUTO,), (EXPLICIT, AUTO), (EXPLICIT,)])
 def test_fewer_blocks_than_devices(kinds, stride):
     """The partitioner shards the blocks over some devices, their columns over others."""
     mesh = mesh_of({"a": 2, "b": 4}, *kinds)
