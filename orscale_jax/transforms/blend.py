@@ -76,15 +76,11 @@ def blend_momentum(
     def blend(axes: MatrixAxes, q: jax.Array, m: jax.Array) -> jax.Array:
         s, m = jnp.asarray(share, q.dtype), typed_sharding.shard_like(m, q)
         m = _over(axes, m, axes.reduce(largest_magnitude, m))  # Its squares are finite.
-        m = _over(
-            axes, m, axes.norms(m) if norm == FROBENIUS else spectral_norms(axes, m)
-        )
-        d = (1 - s) * q + s * m
-        return (
-            broadcast(axes, axes.norms(q), q) * _over(axes, d, axes.norms(d))
-            if keep_norm
-            else d
-        )
+        size = axes.norms(m) if norm == FROBENIUS else spectral_norms(axes, m)
+        d = (1 - s) * q + s * _over(axes, m, size)
+        if keep_norm:
+            d = broadcast(axes, axes.norms(q), q) * _over(axes, d, axes.norms(d))
+        return d
 
     def stage(matrices: Matrices) -> optax.GradientTransformationExtraArgs:
         def update(
