@@ -74,14 +74,6 @@ class NeuronRMS:
         return normalized * norm / np.linalg.norm(normalized)
 
 
-def unit_vectors(q, order, eps=1e-8):
-    """Muon+'s normalization of an (inputs, neurons) matrix (arXiv:2602.21545)."""
-    for vectors in order:
-        axis = {"neurons": 0, "inputs": 1}[vectors]
-        q = q / np.sqrt(np.sum(q**2, axis=axis, keepdims=True) + eps)
-    return q
-
-
 def balanced_polar(x, iterations=2, beta=0.5):
     """Aurora's polar factor (arXiv:2606.27715), for a matrix without rows of zeros."""
     m, n = np.shape(x)
@@ -119,7 +111,6 @@ class Matrix:
     denominator: str = "D"
     norm: Callable = frobenius
     coupled: bool = True
-    cautious: bool = False
     polar: Callable = newton_schulz
     after_q: Callable = lambda: lambda q: q
     anchor: str = "first"
@@ -157,8 +148,6 @@ class Matrix:
         scale = 1.0 if self.rms is None else self.rms * max(self.weight.shape) ** 0.5
         self.scaled_q = scale * self.normalize(self.polar(lookahead))
         decayed = self.decay * self.moves * self.weight
-        if self.cautious:
-            decayed = np.where(self.scaled_q * self.weight >= 0, decayed, 0)
         self.direction = decayed + self.scaled_q
         if self.adaptive:
             seen = {"D": self.direction, "sQ": self.scaled_q, "M": lookahead}

@@ -13,7 +13,17 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from orscale_jax import diagnostics, family, muon, orscale
+from orscale_jax import (
+    blend_momentum,
+    diagnostics,
+    ema_nesterov,
+    family,
+    mixed_emas,
+    muon,
+    neuron_floor,
+    orscale,
+    orthogonalize,
+)
 from tests.runs import (
     EXPLICIT,
     FAMILY,
@@ -43,9 +53,32 @@ OPTIMIZERS = {
 FAST = ("orscale", "muon", "int8_momentum", "hyperball", "normuon")
 
 
-@pytest.fixture(params=FAST)
+def chained(rate, weight_dimension_numbers, weight_decay=None):
+    """Stages that no optimizer of the library has, in one chain without decay."""
+    del weight_decay
+    matrices = {name: x for name, x in weight_dimension_numbers.items() if x}
+    numbers = {"weight_dimension_numbers": weight_dimension_numbers}
+    chain = optax.chain(
+        mixed_emas((0.8, 0.98), (0.4, 0.6), mu_dtype="int8", **numbers),
+        blend_momentum(orthogonalize(**numbers), -0.25, **numbers),
+        neuron_floor(0.4, **numbers),
+        optax.scale_by_learning_rate(rate),
+    )
+
+    def label(path, _):
+        return "matrix" if path[0].key in matrices else "adamw"
+
+    def labels(params):
+        return jax.tree.map_with_path(label, params)
+
+    groups = {"matrix": chain, "adamw": optax.adamw(rate)}
+    return ema_nesterov(optax.partition(groups, labels), 0.3)
+
+
+@pytest.fixture(params=(*FAST, "chained"))
 def build(request):
-    return functools.partial(OPTIMIZERS[request.param], weight_dimension_numbers=NUMBERS)
+    make = chained if request.param == "chained" else OPTIMIZERS[request.param]
+    return functools.partial(make, weight_dimension_numbers=NUMBERS)
 
 
 def train(optimizer, steps, params=None):
@@ -284,8 +317,8 @@ def test_state_is_made_of_arrays_only_and_maps(build):
     state = optimizer.init(tree(0))
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
     mapped = optax.tree.map_params(optimizer, lambda leaf: leaf + 1, state)
-    [(_, momentum)] = optax.tree.get_all_with_path(mapped, "trace")
-    assert (momentum["w"] == 1).all()
+    momenta = optax.tree.get_all_with_path(mapped, "trace")
+    assert momenta and all((momentum["w"] == 1).all() for _, momentum in momenta)
     abstract = jax.eval_shape(optimizer.init, jax.eval_shape(lambda: tree(0)))
     assert signature(abstract) == signature(state)
 

@@ -10,23 +10,17 @@ import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import family, muon, orscale
-from orscale_jax.family.decay import cautious_stage
-from orscale_jax.transforms.stages import decay_stage
 from tests import leaves, oracle
 from tests.runs import RELATIVES, Oracles, readout, run
 
 RATE, STEPS = 0.01, 25
-NEURONS_ALONE = functools.partial(oracle.unit_vectors, order=["neurons"])
-BOTH = functools.partial(oracle.unit_vectors, order=["inputs", "neurons"])
 # Optimizer, and the arguments of the oracle's matrices.
 CASES = {
     "muon": (muon, {"adaptive": False}),
-    "muon_plus": (family.muon_plus, {"adaptive": False, "after_q": lambda: BOTH}),
     "hyperball": (family.hyperball, {"matrix": oracle.Sphere}),
     "normuon": (family.normuon, {"adaptive": False, "after_q": oracle.NeuronRMS}),
     "orscale_on_normuon": (family.orscale_on_normuon, {"after_q": oracle.NeuronRMS}),
     "aurora": (family.aurora, {"adaptive": False, "polar": oracle.balanced_polar}),
-    "cautious": (family.cautious, {"cautious": True}),
     "largest": (
         functools.partial(orscale, anchor="largest", anchor_steps=8),
         {"anchor": "largest", "anchor_steps": 8},
@@ -41,10 +35,6 @@ WITH_OTHER_ARGUMENTS = {
     "orscale_on_normuon_kept": (
         functools.partial(family.orscale_on_normuon, norm="kept", b2=0.5, neuron_eps=0.1),
         KEPT,
-    ),
-    "muon_plus_neurons": (
-        functools.partial(family.muon_plus, order="neurons"),
-        {"adaptive": False, "after_q": lambda: NEURONS_ALONE},
     ),
     "aurora_of_three": (
         functools.partial(family.aurora, pp_iterations=3, pp_beta=0.25),
@@ -93,14 +83,9 @@ def test_every_relative_is_tested():
         (family.orscale_on_normuon, {"b2": 1.0}, "b2=1.0 is not valid"),
         (family.orscale_on_normuon, {"neuron_eps": -1}, "neuron_eps=-1 is not valid"),
         (family.orscale_on_normuon, {"norm": "q"}, "norm='q' is not valid"),
-        *(
-            (family.muon_plus, {"order": order}, r"order=.*'?neurons'?.*inputs")
-            for order in [(), ("rows",), "row", (1,), None, 1]
-        ),
         (family.aurora, {"pp_iterations": 0}, "pp_iterations=0 .* pass a whole number"),
         (family.aurora, {"pp_iterations": 1.5}, "pp_iterations=1.5 is not valid"),
         (family.aurora, {"pp_beta": -1}, "pp_beta=-1 is not valid"),
-        (family.cautious, {"weight_decay": -1}, "weight_decay=-1 is not valid"),
         (orscale, {"anchor": "last"}, "anchor='last' is not valid: pass 'first' or"),
         (orscale, {"anchor_steps": 0}, "anchor_steps=0 is not valid"),
     ],
@@ -111,7 +96,7 @@ def test_bad_arguments(make, arguments, message):
 
 
 class TestNeurons:
-    """NorMuon and Muon+: what a neuron is, and which norms come out."""
+    """NorMuon: what a neuron is, and which norms come out."""
 
     def test_neurons_are_the_output_axes(self):
         """A query of (embed, heads, head size) has heads · head size neurons."""
@@ -127,7 +112,7 @@ class TestNeurons:
     @pytest.mark.extended
     @pytest.mark.parametrize(
         "make",
-        [family.normuon, functools.partial(family.normuon, eps=0.0), family.muon_plus],
+        [family.normuon, functools.partial(family.normuon, eps=0.0)],
     )
     def test_zeros_stay_zeros(self, make):
         optimizer = make(0.1, weight_decay=0.0)
@@ -288,18 +273,3 @@ class TestAnchors:
         np.testing.assert_allclose(ratios[-1], last * np.ones(3), rtol=0.1)
         count = 4 if anchor == "largest" else 1
         np.testing.assert_array_equal(readout(state, "anchor_count")["w"], [count] * 3)
-
-
-def test_signs_of_cautious_decay():
-    """An update of zero decays; products that underflow are not taken for zeros."""
-    stage = cautious_stage(decay_stage(0.5, None))
-    params = jnp.array([2.0, 2.0, 2.0, 0.0, 1e-30])
-    updates = jnp.array([1.0, -1.0, 0.0, 1.0, -1e-30])
-    found, _ = stage.update(updates, stage.init(params), params)
-    np.testing.assert_array_equal(found, jnp.array([2.0, -1.0, 1.0, 1.0, -1e-30]))
-    masked = cautious_stage(decay_stage(0.5, {"a": True, "b": False}))
-    tree = {"a": params, "b": params}
-    found, _ = masked.update(tree, masked.init(tree), tree)
-    np.testing.assert_array_equal(found["b"], params)
-    with pytest.raises(ValueError, match="not passing `params`"):
-        stage.update(updates, stage.init(params))

@@ -27,9 +27,7 @@ OF_FAMILY = {
     "hyperball": ((*RATIO, "consistent_rms", "scale_mode"), ()),
     "normuon": (RATIO, ("b2", "eps", "norm")),
     "orscale_on_normuon": ((), ("b2", "neuron_eps", "norm")),
-    "muon_plus": (RATIO, ("order", "eps")),
     "aurora": (RATIO, ("pp_iterations", "pp_beta")),
-    "cautious": ((), ()),
 }
 OPTIMIZERS = {"orscale": orscale, "muon": muon, **RELATIVES}
 
@@ -57,7 +55,7 @@ muon(1e-3, r_min=0.2)
 muon(1e-3, momentum="x")
 orscale(1e-3, momentun=0.9)
 family.hyperball(0.02, scale_mode="spectral")
-family.cautious()
+family.aurora()
 """
 
 

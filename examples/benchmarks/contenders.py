@@ -63,8 +63,6 @@ def contenders(
         "hyperball": family.hyperball(1e-3, **ours),
         "normuon": family.normuon(1e-3, **ours),
         "orscale_on_normuon": family.orscale_on_normuon(1e-3, **ours),
-        "muon_plus": family.muon_plus(1e-3, **ours),
-        "cautious": family.cautious(1e-3, **ours),
         "int8_momentum": orscale(1e-3, mu_dtype="int8", **ours),
         "aurora": family.aurora(1e-3, **ours),
     }

@@ -101,8 +101,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     # The family.
     "hyperball": _ours("Hyperball", family.hyperball),
     "normuon": _ours("NorMuon", family.normuon, (2.0, 6.0)),
-    "muon_plus": _ours("Muon+", family.muon_plus),
-    "cautious": _orscale("OrScale, cautious decay", family.cautious),
     "orscale_on_normuon": _ours("OrScale on NorMuon", family.orscale_on_normuon),
     "aurora": _ours("Aurora", family.aurora),
     # Another anchor.

@@ -260,6 +260,7 @@ def _parts(
             row,
             block=label,
             blocks=0 if label else len(axes.sizes),
+            stride=axes.stride,
             shape=shaped.shape if label else leaf.shape,
             rule=MATRIX,
             matrices=math.prod(batch_shape),

@@ -55,8 +55,10 @@ class ParameterRow:
         matrices, or no values (abstract, empty, or sharded over several processes).
       block: Where in the leaf the block lies, such as ``[:, 768:1024]``; empty for a
         whole leaf.
-      blocks: How many contiguous blocks of one size follow each other along an axis of
-        the leaf; 0 without such blocks.
+      blocks: How many blocks of one size lie along an axis of the leaf; 0 without such
+        blocks.
+      stride: How many entries of one block come before those of the next; 0 where blocks
+        are contiguous.
       batch_shape: The batch shape of its matrices, such as layers × experts.
       mesh_axes: For each axis of its matrices ``(*batch, m, n)``, the axes of the mesh
         that it is sharded over; empty without a mesh and for other rules.
@@ -90,6 +92,7 @@ class ParameterRow:
     norms: tuple[float, float] | None = None
     block: str = ""
     blocks: int = 0
+    stride: int = 0
     batch_shape: tuple[int, ...] = ()
     mesh_axes: tuple[tuple[str, ...], ...] = ()
     check: tuple[str, ...] = ()
@@ -304,7 +307,9 @@ _COLUMNS = (
     ),
     _Column(
         "blocks", "blocks",
-        lambda row: f"{row.blocks} contiguous" if row.blocks else "", optional=True,
+        lambda row: (f"{row.blocks} in turns of {row.stride}" if row.stride
+                     else f"{row.blocks} contiguous" if row.blocks else ""),
+        optional=True,
     ),
     _Column(
         "matrices", "",

@@ -8,9 +8,7 @@ Muon differs in one stage and nothing else.
 hyperball           Muon on the sphere of each matrix's initial norm (MuonH)
 normuon             Muon that divides neurons by their running root mean square
 orscale_on_normuon  OrScale with NorMuon's direction
-muon_plus           Muon that divides the inputs of Q, then its neurons, by their norms
 aurora              Muon with a Q whose vectors on the longer side have nearly one norm
-cautious            OrScale that decays only the entries that the update shrinks
 ==================  ==================================================================
 
 All are optimizers with the arguments of :func:`orscale_jax.orscale`, without those of
@@ -18,10 +16,8 @@ stages that they do not have, and with a few more.
 """
 
 from orscale_jax.family.balanced import aurora as aurora
-from orscale_jax.family.decay import cautious as cautious
 from orscale_jax.family.neurons import (
     normuon as normuon,
     orscale_on_normuon as orscale_on_normuon,
 )
-from orscale_jax.family.normalized import muon_plus as muon_plus
 from orscale_jax.family.sphere import hyperball as hyperball

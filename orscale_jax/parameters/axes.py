@@ -29,6 +29,7 @@ class MatrixAxes:
     columns: tuple[int, ...]  # Of the n columns: the output axes.
     block_axis: int = 0  # The one of them along which blocks lie; 0 without blocks.
     sizes: tuple[int, ...] = ()  # Of the blocks along it; empty without blocks.
+    stride: int = 0  # Entries of a block before those of the next; 0 for all of them.
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -70,9 +71,15 @@ class MatrixAxes:
         """A part of an array of the leaf's shape or of the batch shape."""
         is_leaf = np.ndim(array) == len(self.batch) + len(self.matrix)
         if not self.has_unequal_blocks:
-            split = bool(self.sizes) and is_leaf
-            count = len(self.sizes)
-            return typed_sharding.split(array, self.block_axis, count) if split else array
+            if not self.sizes or not is_leaf:
+                return array
+            axis, count, split = self.block_axis, len(self.sizes), typed_sharding.split
+            if not self.stride:
+                return split(array, axis, count)
+            # Of (turns, blocks, stride), the blocks in front and the others together.
+            turns = split(array, axis, self.sizes[0] // self.stride)
+            turns = jnp.moveaxis(split(turns, axis + 1, count), axis + 1, axis)
+            return typed_sharding.merge(turns, axis + 1)
         if not is_leaf:
             return jax.lax.index_in_dim(array, index, self.block_position, keepdims=False)
         whole = typed_sharding.gather(array, (self.block_axis,))
@@ -83,6 +90,10 @@ class MatrixAxes:
         if self.has_unequal_blocks:
             return jnp.concatenate(parts, axis=self.block_axis)
         [array] = parts
+        if self.stride:
+            axis, turns = self.block_axis, self.sizes[0] // self.stride
+            array = typed_sharding.split(array, self.block_axis + 1, turns)
+            array = typed_sharding.merge(jnp.moveaxis(array, axis + 1, axis), axis + 1)
         return typed_sharding.merge(array, self.block_axis) if self.sizes else array
 
     @property
@@ -173,7 +184,7 @@ class MatrixAxes:
         spread = self.within.expand(scalars)
         shape = list(spread.shape)
         shape[self.block_axis + 1] = self.sizes[0]
-        return typed_sharding.merge(jnp.broadcast_to(spread, shape), self.block_axis)
+        return self.join([jnp.broadcast_to(spread, shape)])
 
     def by_shape(self, fn: Callable[[int, int], float], leaf: jax.Array) -> ArrayLike:
         """``fn(m, n)``, in a shape that broadcasts against the leaf."""
@@ -221,7 +232,8 @@ class MatrixAxes:
         rows, columns = (() if x == counted else x for x in (self.rows, self.columns))
         if self.block_axis in counted:
             return MatrixAxes(batch, rows, columns)
-        return MatrixAxes(batch, rows, columns, self.block_axis, self.sizes)
+        blocks = self.block_axis, self.sizes, self.stride
+        return MatrixAxes(batch, rows, columns, *blocks)
 
     @property
     def of_neurons(self) -> "MatrixAxes":
@@ -234,7 +246,7 @@ class MatrixAxes:
         batch = tuple(i for i in range(len(order)) if i not in columns)
         if self.sizes and not neurons.sizes:
             block_axis = order.index(self.block_axis)
-            return MatrixAxes(batch, (), columns, block_axis, self.sizes)
+            return MatrixAxes(batch, (), columns, block_axis, self.sizes, self.stride)
         return MatrixAxes(batch, (), columns)
 
 

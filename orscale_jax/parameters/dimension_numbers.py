@@ -54,10 +54,14 @@ class BlockDimensionNumbers:
       output_axis: The axes of the columns.
       block_axis: The axis along which the blocks lie, a row axis or a column axis.
       blocks: The number of blocks of equal size, or a tuple of their sizes.
+      stride: For a number of blocks that take turns along the axis: how many entries of
+        one come before those of the next. 1: every entry belongs to another block than
+        the one before it. None: blocks are contiguous.
 
     Raises:
-      ValueError: If ``blocks`` is not a positive integer or a tuple of them, or
-        ``block_axis`` is not an integer.
+      ValueError: If ``blocks`` is not a positive integer or a tuple of them,
+        ``block_axis`` is not an integer, or ``stride`` is neither None nor a positive
+        integer beside a number of blocks.
 
     Example:
       >>> from orscale_jax import BlockDimensionNumbers
@@ -65,6 +69,8 @@ class BlockDimensionNumbers:
       >>> fused = BlockDimensionNumbers(0, 1, block_axis=1, blocks=3)
       >>> # 12 query heads of 64 and 4 of keys and values: (768, 768 + 256 + 256)
       >>> grouped = BlockDimensionNumbers(0, 1, block_axis=1, blocks=(768, 256, 256))
+      >>> # gate and up in one PyTorch weight, whose rows alternate
+      >>> w13 = BlockDimensionNumbers(1, 0, block_axis=0, blocks=2, stride=1)
     """
 
     reduction_axis: int | tuple[int, ...] = 0
@@ -72,6 +78,7 @@ class BlockDimensionNumbers:
     _: dataclasses.KW_ONLY
     block_axis: int
     blocks: int | tuple[int, ...]
+    stride: int | None = None
 
     def __post_init__(self) -> None:
         sizes = self.blocks if isinstance(self.blocks, tuple) else (self.blocks,)
@@ -79,6 +86,13 @@ class BlockDimensionNumbers:
             validate.refuse("blocks", self.blocks, "pass a number, or a tuple of sizes")
         if not validate.is_whole(self.block_axis):
             validate.refuse("block_axis", self.block_axis, "pass one axis, an integer")
+        if self.stride is not None:
+            validate.count("stride", self.stride)
+            if isinstance(self.blocks, tuple):
+                remedy = (
+                    "leave it out, or pass a number of blocks, which have equal sizes"
+                )
+                validate.refuse("stride", self.stride, remedy)
 
     def sizes(self, length: int) -> tuple[int, ...]:
         """The sizes of the blocks along an axis of this length."""
@@ -209,6 +223,8 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Matr
     elif blocks and sum(blocks.sizes(length := shape[blocks.block_axis])) != length:
         axis = blocks.block_axis
         misfit = f"the blocks do not add up to {length}, the length of axis {axis}"
+    elif blocks and blocks.stride and blocks.sizes(length)[0] % blocks.stride:
+        misfit = f"the stride does not divide blocks of {blocks.sizes(length)[0]}"
     if misfit:
         raise ValueError(
             f"{numbers} does not fit parameter {name_and_shape(path, leaf)}: {misfit}. "
@@ -230,7 +246,8 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Matr
     if not blocks:
         return MatrixAxes(batch, rows, columns)
     axis = int(blocks.block_axis) % rank
-    return MatrixAxes(batch, rows, columns, axis, blocks.sizes(shape[axis]))
+    sizes, stride = blocks.sizes(shape[axis]), int(blocks.stride or 0)
+    return MatrixAxes(batch, rows, columns, axis, sizes, stride)
 
 
 def as_tuple(axes: Any) -> tuple[Any, ...]:

@@ -110,6 +110,8 @@ def _by_head(
     length = shape[axis]
     whole: tuple[int, ...] = (length,)
     if isinstance(numbers, BlockDimensionNumbers):
+        if numbers.stride:
+            raise ValueError(f"its blocks by {numbers} take turns")
         block_axis = int(numbers.block_axis) % len(shape)
         if block_axis == axis:
             whole = numbers.sizes(length)

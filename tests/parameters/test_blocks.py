@@ -1,5 +1,6 @@
 """Fused weights: every block takes the steps of a parameter of its own."""
 
+import dataclasses
 import functools
 import re
 
@@ -11,7 +12,13 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
-from orscale_jax import BlockDimensionNumbers as Blocks, by_path, describe, orscale
+from orscale_jax import (
+    BlockDimensionNumbers as Blocks,
+    by_path,
+    describe,
+    family,
+    orscale,
+)
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests import leaves
 from tests.compiled import WITH_FUSION_EMITTERS
@@ -24,6 +31,8 @@ FUSED = {
     "gate_up": ((24, 10), Blocks(0, 1, block_axis=0, blocks=2), 0, (12, 12)),
     "layers": ((2, 8, 15), Blocks(1, 2, block_axis=2, blocks=(9, 6)), 2, (9, 6)),
     "heads": ((8, 20), Blocks(0, 1, block_axis=-1, blocks=4), 1, (5, 5, 5, 5)),
+    "w13": ((24, 10), Blocks(1, 0, block_axis=0, blocks=2, stride=1), 0, (12, 12)),
+    "by_head": ((16, 36), Blocks(0, 1, block_axis=1, blocks=3, stride=6), 1, (12,) * 3),
 }
 
 
@@ -33,14 +42,20 @@ def fused(step, scale=1.0, dtype=jnp.float32):
 
 
 def apart(values):
-    return {
-        name: jnp.split(leaf, np.cumsum(FUSED[name][3])[:-1], axis=FUSED[name][2])
-        for name, leaf in values.items()
-    }
+    found = {}
+    for name, leaf in values.items():
+        _, numbers, axis, sizes = FUSED[name]
+        if numbers.stride:  # By hand: the entries of each block, one after the other.
+            turn = np.arange(leaf.shape[axis]) // numbers.stride % numbers.blocks
+            blocks = [np.flatnonzero(turn == i) for i in range(numbers.blocks)]
+            found[name] = [jnp.take(leaf, of_block, axis) for of_block in blocks]
+        else:
+            found[name] = jnp.split(leaf, np.cumsum(sizes)[:-1], axis=axis)
+    return found
 
 
 NUMBERS = {name: numbers for name, (_, numbers, *_) in FUSED.items()}
-APART = {name: Dims(-2, -1) for name in FUSED}
+APART = {name: Dims(-2, -1) for name in FUSED} | {"w13": Dims(1, 0)}
 
 
 # What a model takes out of a kernel of (4, 24), two heads or groups, and the same kernel
@@ -51,6 +66,14 @@ GROUPS = [KERNEL.reshape(4, 2, 12)[..., a:b] for a, b in ((0, 6), (6, 9), (9, 12
 LAYOUTS = {
     "contiguous": (np.split(KERNEL, 2, 1), (4, 24), Blocks(0, 1, block_axis=1, blocks=2)),
     "alternating": ([KERNEL[:, ::2], KERNEL[:, 1::2]], (4, 12, 2), Dims(0, 1)),
+    "alternating, by a stride": (
+        [KERNEL[:, ::2], KERNEL[:, 1::2]],
+        (4, 24), Blocks(0, 1, block_axis=1, blocks=2, stride=1),
+    ),
+    "head by head, by a stride": (
+        [BY_HEAD[:, :, i].reshape(4, 8) for i in range(3)],
+        (4, 24), Blocks(0, 1, block_axis=1, blocks=3, stride=4),
+    ),
     "head by head": (
         [BY_HEAD[:, :, i].reshape(4, 8) for i in range(3)],
         (4, 2, 12), Blocks(0, (1, 2), block_axis=2, blocks=3),
@@ -94,6 +117,28 @@ def test_the_table_says_that_blocks_are_contiguous(blocks):
     assert ("blocks" in heading) == ("2 contiguous" in row) == (not said)
 
 
+def test_a_rule_for_blocks_in_turns():
+    """The table says it, and what does not fit is refused."""
+    numbers = Blocks(0, 1, block_axis=1, blocks=3, stride=4)
+    params = {"qkv": jnp.ones((4, 24))}
+
+    def described(numbers, **given):
+        rules = by_path({"qkv": numbers}, **given)
+        return describe(params, orscale(0.1, weight_dimension_numbers=rules))
+
+    assert (
+        "3 in turns of 4" in str(described(numbers)) and described(numbers).rows[0].n == 8
+    )
+    misfit = dataclasses.replace(numbers, stride=3)
+    with pytest.raises(ValueError, match=r"'qkv' .*stride does not divide blocks of 8"):
+        described(misfit)
+    with pytest.raises(ValueError, match=r"head_size(.|\n)*take turns"):
+        described(numbers, head_size=4)
+    for stride, blocks in ((0, 3), (1.5, 3), (4, (8, 8, 8))):
+        with pytest.raises(ValueError, match=f"stride={stride} is not valid"):
+            Blocks(0, 1, block_axis=1, blocks=blocks, stride=stride)
+
+
 @pytest.mark.extended
 def test_fused_and_split_take_the_same_steps(enable_x64):
     """In float64, as ratios amplify the rounding differences of float32."""
@@ -113,11 +158,27 @@ def test_fused_and_split_take_the_same_steps(enable_x64):
                 assert leaves.relative_error(block, other) < 1e-12, name
             for part in ("calibration", "trust_ratio"):
                 ratios = np.moveaxis(readout(state, part)[name], -1, 0)
-                if name == "gate_up":
+                if name in ("gate_up", "w13"):
                     ratios = readout(state, part)[name]
                 np.testing.assert_allclose(
                     ratios, np.stack(readout(by_part, part)[name]), rtol=1e-11
                 )
+
+
+@pytest.mark.extended
+def test_neurons_of_blocks():
+    """Of columns and of rows, contiguous and in turns."""
+    names = ("qkv", "gate_up", "w13", "by_head")
+
+    def some(step):
+        return {name: fused(step)[name] for name in names}
+
+    build = functools.partial(family.normuon, 0.02, ns_dtype=jnp.float32)
+    whole = build(weight_dimension_numbers={name: NUMBERS[name] for name in names})
+    parts = build(weight_dimension_numbers={name: APART[name] for name in names})
+    found = run(whole, some(0), 3, some)[-1][0]
+    expected = run(parts, apart(some(0)), 3, lambda step: apart(some(step)))[-1][0]
+    assert_close(apart(found), expected, rtol=1e-4)
 
 
 @pytest.mark.extended
@@ -160,11 +221,12 @@ def test_splitting_costs_no_copy_that_can_be_avoided(blocks, expected):
 
 @pytest.mark.extended
 @pytest.mark.compiled
-@pytest.mark.parametrize("kinds", [(AUTO,), (EXPLICIT, AUTO)])
-def test_fewer_blocks_than_devices(kinds):
+@pytest.mark.parametrize("stride", [None, 1])
+@pytest.mark.parametrize("kinds", [(AUTO,), (EXPLICIT, AUTO), (EXPLICIT,)])
+def test_fewer_blocks_than_devices(kinds, stride):
     """The partitioner shards the blocks over some devices, their columns over others."""
     mesh = mesh_of({"a": 2, "b": 4}, *kinds)
-    numbers = {"gate_up": Blocks(0, 1, block_axis=1, blocks=2)}
+    numbers = {"gate_up": Blocks(0, 1, block_axis=1, blocks=2, stride=stride)}
     alone = [tree(seed, shapes={"gate_up": (8, 48)}) for seed in (0, 1)]
     optimizer = orscale(0.02, weight_dimension_numbers=numbers)
     expected, _ = optimizer.update(alone[1], optimizer.init(alone[0]), alone[0])

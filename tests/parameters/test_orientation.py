@@ -11,8 +11,8 @@ from tests.leaves import relative_error
 from tests.runs import FAMILY, first_update, tree
 
 OPTIMIZERS = {"orscale": orscale, "muon": muon, **FAMILY}
-# They normalize neurons or inputs.
-ON_SIDES = {"normuon", "orscale_on_normuon", "muon_plus"}
+# They normalize neurons.
+ON_SIDES = {"normuon", "orscale_on_normuon"}
 # PyTorch's shape and numbers, the axes in the order of JAX's, and numbers there.
 KINDS = {
     "linear": ((8, 14), Dims(1, 0), (1, 0), Dims(0, 1)),

@@ -247,7 +247,7 @@ _CALLS = {
     "muon": ("muon_moonlight", "optax_muon"),
     "muon(consistent_rms=None)": ("muon",),
     "family.normuon": ("normuon",),
-    "orscale`, `family.cautious": ("orscale", "cautious"),
+    "orscale": ("orscale",),
 }
 _ROWS = re.findall(
     r"^\| `(.*)` \| (\d) \| (\d) \|$",
