@@ -52,7 +52,7 @@ def check_state(
             continue
         # c is infinite for a matrix that was zero.
         bad = jnp.isnan if entry.field == "numbers" else lambda x: ~jnp.isfinite(x)
-        if bad(entry.array).any():
+        if jax.device_get(bad(entry.array).any()):
             raise ValueError(
                 f"{entry.field} of parameter {entry.name} is not finite in the restored "
                 "state: restore an earlier checkpoint."
