@@ -31,7 +31,7 @@ from orscale_jax.newton_schulz.monic import monic_newton_schulz, monic_scales
 from orscale_jax.newton_schulz.restarts import Table, is_cheaper, restart_steps
 
 # The steps of one array: yields sums, and receives them as rounded operands.
-Chain: TypeAlias = Generator[jax.Array, jax.Array, jax.Array]
+Products: TypeAlias = Generator[jax.Array, jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +240,7 @@ def _gram_chain(
     rows: Sequence[Sequence[Any]],
     restarts: Sequence[int],
     arithmetic: Arithmetic,
-) -> Chain:
+) -> Products:
     r"""Newton–Schulz on the Gram matrix: fewer products where a matrix is not square.
 
     For wide :math:`X_0` (m ≤ n) every iterate is :math:`X_k = P_k X_0`, where :math:`P_k`
