@@ -209,7 +209,7 @@ def trust_ratio_stage(
         known = {"raw_trust_ratio": 1.0, "trust_ratio": 1.0}
         known |= {} if ratio.calibrate else {"calibration": 1.0}
         initial = [known.get(name, 0.0) for name in NUMBERS]
-        return CalibratedTrustRatioState(matrices.numbers(params, initial))
+        return CalibratedTrustRatioState(matrices.constants(params, initial))
 
     def update(
         updates: PyTree, state: CalibratedTrustRatioState, params: PyTree | None = None

@@ -68,8 +68,9 @@ def test_margins_that_the_page_states(name, steps, at_first, many):
     percent = [100 * polar_margins.margin(TABLES[name], k) for k in (steps, 30)]
     np.testing.assert_allclose(percent, [at_first, many], atol=6e-4)
     page = (PAGE.parents[1] / "newton_schulz.md").read_text()
-    [row] = re.findall(rf'^\| `"{name}"` \|.*', page, re.MULTILINE)
+    row, *roundings = re.findall(rf'^\| `"{name}"` \|.*', page, re.MULTILINE)
     assert f" | {percent[0]:.2f} | " in row and f'"{name}"' in polar_factor.__doc__
+    assert all(each.endswith(f" | {percent[0]:.3g} |") for each in roundings)
 
 
 def test_safety_decides_the_margin_whatever_the_bound():
