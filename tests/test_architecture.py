@@ -11,6 +11,7 @@ import pytest
 from orscale_jax import (
     diagnostics,
     family,
+    orscale,
     orthogonalize,
     scale_by_calibrated_trust_ratio,
 )
@@ -109,25 +110,40 @@ def test_the_recipe_for_another_rule_that_sets_c(monkeypatch):
     np.testing.assert_allclose(state.anchor_weight_norm["kernel"], 18**0.5, rtol=1e-6)
 
 
-def test_the_pages_say_the_limits_of_stacks_and_chunks():
-    limits = {name: platform.limits for name, platform in PLATFORMS.items()}
+def test_the_docs_say_what_the_table_of_platforms_says():
+    cpu, gpu, tpu = (PLATFORMS[name] for name in ("cpu", "gpu", "tpu"))
+    leaves = cpu.limits.stack_length
+
+    def mib(nbytes):
+        return f"{nbytes >> 20} MiB"
+
     stacks, chunks = (
-        {name: f"{limit[i] >> 20} MiB" for name, limit in limits.items()} for i in (0, 1)
+        [mib(platform.limits[i]) for platform in (cpu, gpu, tpu)] for i in (0, 1)
     )
-    docs = " ".join(orthogonalize.__doc__.split())
-    leaves = limits["cpu"].stack_length
-    assert (
-        f"None: {stacks['gpu']} on GPU; {stacks['cpu']} and at most {leaves} leaves on "
-        f"CPU; {stacks['tpu']} on TPU."
-    ) in docs
-    page = " ".join((ROOT / "docs" / "speed.md").read_text().split())
-    assert f"A stack has up to {stacks['gpu']} (" in page
-    assert f"On TPUs the limit is {stacks['tpu']}, " in page
-    assert f"at most {leaves} leaves" in page
-    assert (
-        f"chunks of {chunks['gpu']} on GPUs, {chunks['tpu']} on TPUs and "
-        f"{chunks['cpu']} on CPUs"
-    ) in page
+    page = (ROOT / "docs" / "speed.md").read_text()
+    for text, sentence in [
+        (
+            orthogonalize.__doc__,
+            f"None: {stacks[1]} on GPU; {stacks[0]} and at most {leaves} leaves on CPU; "
+            f"{stacks[2]} on TPU.",
+        ),
+        (page, f"A stack has up to {stacks[1]} ("),
+        (
+            page,
+            f"On TPUs the limit is {stacks[2]}, and on CPUs a stack also has at most ",
+        ),
+        (page, f"at most {leaves} leaves"),
+        (page, f"{chunks[1]} on GPUs, {chunks[2]} on TPUs and {chunks[0]} on CPUs"),
+        (
+            page,
+            f"in {gpu.dtype} on GPUs, in {tpu.dtype} on TPUs and in {cpu.dtype} on CPUs",
+        ),
+        (
+            orscale.__doc__,
+            f"None: {gpu.dtype} on GPU, {tpu.dtype} on TPU, {cpu.dtype} on CPU",
+        ),
+    ]:
+        assert sentence in " ".join(text.split())
 
 
 WITHOUT_JAX = {

@@ -217,17 +217,17 @@ def gram_newton_schulz(
     arrays, all of one dtype, are interleaved: while one runs, the operands of the next
     are fetched.
     """
-    chains = [
-        _gram_chain(start, rows, before, arithmetic)
+    products = [
+        _gram_products(start, rows, before, arithmetic)
         for start, before, arithmetic in zip(starts, restarts, arithmetics, strict=True)
     ]
-    results: list[Any] = [None] * len(chains)
-    operands: dict[int, Any] = dict.fromkeys(range(len(chains)))
+    results: list[Any] = [None] * len(products)
+    operands: dict[int, Any] = dict.fromkeys(range(len(products)))
     while operands:
         sums = {}
         for i, operand in operands.items():
             try:
-                sums[i] = chains[i].send(operand)
+                sums[i] = products[i].send(operand)
             except StopIteration as end:
                 results[i] = end.value
         rounded = arithmetics[0].round_all([*sums.values()])
@@ -235,7 +235,7 @@ def gram_newton_schulz(
     return results
 
 
-def _gram_chain(
+def _gram_products(
     start: Start,
     rows: Sequence[Sequence[Any]],
     restarts: Sequence[int],

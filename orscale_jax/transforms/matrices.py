@@ -123,7 +123,7 @@ class Matrices:
     def at_once(
         self, fn: Callable[..., jax.Array], tree: PyTree, *scalars: PyTree
     ) -> PyTree:
-        """``fn(*scalars)`` of every leaf. Leaves of one shape are stacked for it, but on TPUs.
+        """``fn(*scalars)`` of every leaf, but on TPUs stacked for leaves of one shape.
 
         ``fn`` is elementwise. Its arguments and its result may have several numbers of
         each matrix, along their first axis.
