@@ -26,15 +26,15 @@ from orscale_jax.transforms.orthogonalize import polar_options
 from orscale_jax.transforms.stages import (
     CONSISTENT_RMS,
     MATRICES_ONLY,
-    SPECTRAL,
+    SCALE_MODE,
     WEIGHT_DECAY,
     Mask,
     Scale,
 )
 from orscale_jax.transforms.trust_ratio import (
+    ANCHOR,
     ANCHOR_STEPS,
     EPS,
-    FIRST,
     R_MAX,
     R_MIN,
     TrustRatio,
@@ -224,7 +224,7 @@ class MuonArguments(Arguments):
     """
 
     consistent_rms: ArrayLike | None = CONSISTENT_RMS
-    scale_mode: str = SPECTRAL
+    scale_mode: str = SCALE_MODE
 
     @functools.cached_property
     def scale(self) -> Scale:
@@ -247,7 +247,7 @@ class OrScaleArguments(MuonArguments):
     """
 
     calibrate: bool = True
-    anchor: str = FIRST
+    anchor: str = ANCHOR
     anchor_steps: ArrayLike = ANCHOR_STEPS
     r_min: ArrayLike = R_MIN
     r_max: ArrayLike = R_MAX

@@ -1,19 +1,20 @@
 """docs/architecture.md: the direction of imports, and its recipes; tables of contents."""
 
 import ast
-import dataclasses
-import inspect
 import re
-import sys
-import types
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orscale_jax import diagnostics, family, orthogonalize, polar_factor
+from orscale_jax import (
+    diagnostics,
+    family,
+    orscale,
+    orthogonalize,
+    scale_by_calibrated_trust_ratio,
+)
 from orscale_jax.newton_schulz.platforms import PLATFORMS
 from orscale_jax.transforms import trust_ratio
 
@@ -21,21 +22,22 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "orscale_jax"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 
-# Each folder, and the folders of the package that it imports.
-BELOW_STAGES = {"distributed", "newton_schulz", "parameters", "sharding", "trees"}
-FOLDERS = {
-    "trees": set(),
-    "newton_schulz": {"sharding"},
-    "sharding": {"trees"},
-    "distributed": {"newton_schulz", "sharding"},
-    "parameters": {"sharding", "trees"},
-    "transforms": BELOW_STAGES,
-    "family": BELOW_STAGES | {"transforms", "arguments", "optimizers"},
-    "audit": BELOW_STAGES | {"transforms", "family", "optimizers"},
-    "diagnostics": BELOW_STAGES | {"transforms", "family"},
-    "flax": {"parameters", "trees"},
-}
-SHARED = {"validate"}  # Modules of the package itself that every folder may import.
+FIVE = "the five folders above"
+
+
+def allowed():
+    """The page's table: each folder or module, and what it may import."""
+    rows = re.findall(r"^\| (`.*) \| .* \| (.*) \|$", PAGE, re.MULTILINE)
+    return {
+        re.match(r"`(\w+)(/|\.py)`$", name)[1]: set(re.findall(r"`(\w+)`", may))
+        | (set(BELOW_STAGES) if FIVE in may else set())
+        for name, may in rows
+    }
+
+
+SHARED = {"validate"}  # Which every file may import.
+BELOW_STAGES = ("trees", "sharding", "newton_schulz", "distributed", "parameters")
+ALLOWED = allowed()
 
 
 def imports(path):
@@ -49,30 +51,35 @@ def imports(path):
         yield from (name.split(".") for name in names)
 
 
-def imported_by(folder):
-    """The folders and modules of the package that the files of a folder import."""
-    for path in sorted((PACKAGE / folder).rglob("*.py")):
+@pytest.mark.parametrize("part", ALLOWED)
+def test_imports_go_one_way(part):
+    files = sorted((PACKAGE / part).rglob("*.py")) or [PACKAGE / f"{part}.py"]
+    for path in files:
         for top, *inside in imports(path):
-            if top == "orscale_jax" and inside[0] != folder:
-                yield path.name, inside[0]
+            if top == "orscale_jax":
+                may = inside[0] in ALLOWED[part] | SHARED | {part}
+                assert may, f"{path} imports orscale_jax.{inside[0]}"
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_imports_go_one_way(folder):
-    for file, imported in imported_by(folder):
-        allowed = imported in FOLDERS[folder] | SHARED
-        assert allowed, f"{folder}/{file} imports orscale_jax.{imported}"
+def test_every_folder_and_module_has_its_row():
+    there = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    there |= {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"} - SHARED
+    assert there == ALLOWED.keys()
+    assert tuple(ALLOWED)[:5] == BELOW_STAGES  # "The five folders above".
 
 
-def test_every_folder_has_a_place():
-    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert folders == set(FOLDERS)
-    for folder in folders:
-        assert f"`{folder}/`" in PAGE, folder
+def test_the_page_names_what_chooses_by_platform():
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            inside = node.body if isinstance(node, ast.ClassDef) else [node]
+            for function in inside:
+                if "platform_dependent(" in ast.unparse(function):
+                    assert re.search(rf"`(\w+\.)?{function.name}`", PAGE), function.name
 
 
 def test_the_page_names_files_that_are_there():
-    there = {path.name for path in PACKAGE.rglob("*.py")} | {"test_architecture.py"}
+    folders = PACKAGE, ROOT / "tests"
+    there = {path.name for folder in folders for path in folder.rglob("*.py")}
     assert set(re.findall(r"\w+\.py", PAGE)) <= there
 
 
@@ -81,62 +88,63 @@ def test_the_recipes_name_what_is_in_their_files():
     names = 0
     for files in re.findall(r"^\|.*\| (.*) \|$", recipes, re.MULTILINE)[2:]:
         for file, text in re.findall(r"`([\w/]+\.py)`: (.*?)(?=; `|$)", files):
-            source = (PACKAGE / file).read_text()
+            folder = ROOT if file.startswith("tests/") else PACKAGE
+            source = (folder / file).read_text()
             for name in re.findall(r"`(\w[\w.]*)[`(]", text):
                 assert name == "report.html" or name in source, f"{name} in {file}"
                 names += 1
     assert names > 20
 
 
-@pytest.mark.parametrize("public", ["polar_factor", "orthogonalize"])
-def test_the_recipe_for_a_dtype_on_a_platform(public, monkeypatch):
-    """The platform's row alone decides, whichever function the user calls."""
-
-    def program(x):
-        if public == "polar_factor":
-            return polar_factor(x)
-        stage = orthogonalize()
-        return stage.update({"kernel": x}, stage.init({"kernel": x}))[0]
-
-    def lowered(columns):  # Another shape, since JAX keeps what it has traced.
-        traced = jax.jit(program).trace(jnp.ones((8, columns)))
-        return traced.lower(lowering_platforms=("tpu",)).as_text()
-
-    assert "bf16" in lowered(16)
-    row = dataclasses.replace(PLATFORMS["tpu"], dtype=np.dtype(np.float32))
-    monkeypatch.setitem(PLATFORMS, "tpu", row)
-    assert "bf16" not in lowered(24)
-
-
 def test_the_recipe_for_another_rule_that_sets_c(monkeypatch):
-    source = inspect.getsource(trust_ratio)
-    for now, changed in [
+    """The line of the page: W₀ moves, and r stays 1, until the last direction sets c."""
+    [(name, rule)] = re.findall(r'`"(\w+)": (lambda steps: .*?)`', PAGE)
+    monkeypatch.setitem(trust_ratio.ANCHORS, name, eval(rule))
+    stage = scale_by_calibrated_trust_ratio(anchor=name, anchor_steps=3, eps=0.0)
+    ratios, state = [], stage.init({"kernel": jnp.eye(2)})
+    for step in range(1, 6):  # W grows like t and D like t², until r would be 1 / t.
+        params, direction = step * jnp.eye(2), step**2 * jnp.eye(2)
+        _, state = stage.update({"kernel": direction}, state, {"kernel": params})
+        ratios.append(state.trust_ratio["kernel"])
+    np.testing.assert_allclose(ratios, [1, 1, 1, 3 / 4, 3 / 5], rtol=1e-6)
+    np.testing.assert_allclose(state.calibration["kernel"], 1 / 3, rtol=1e-6)
+    np.testing.assert_allclose(state.anchor_weight_norm["kernel"], 18**0.5, rtol=1e-6)
+
+
+def test_the_docs_say_what_the_table_of_platforms_says():
+    cpu, gpu, tpu = (PLATFORMS[name] for name in ("cpu", "gpu", "tpu"))
+    leaves = cpu.limits.stack_length
+
+    def mib(nbytes):
+        return f"{nbytes >> 20} MiB"
+
+    stacks, chunks = (
+        [mib(platform.limits[i]) for platform in (cpu, gpu, tpu)] for i in (0, 1)
+    )
+    page = (ROOT / "docs" / "speed.md").read_text()
+    for text, sentence in [
         (
-            r'LARGEST = \("first", "largest"\)',
-            'LARGEST, _ = ("first", "largest", "mean")',
+            orthogonalize.__doc__,
+            f"None: {stacks[1]} on GPU; {stacks[0]} and at most {leaves} leaves on CPU; "
+            f"{stacks[2]} on TPU.",
         ),
-        ("if self.anchor == LARGEST else 1", "if self.anchor != FIRST else 1"),
-        (r"jnp\.minimum\((\w+), (\w+)\)", r"(\1 * count + \2) / (count + 1)"),
+        (page, f"A stack has up to {stacks[1]} ("),
         (
-            r"_calibrated\(ratio\.calibrate, ",
-            "_calibrated(ratio.calibrate, ratio.anchor, ",
+            page,
+            f"On TPUs the limit is {stacks[2]}, and on CPUs a stack also has at most ",
         ),
-        (r"static_argnums=0\)", "static_argnums=(0, 1))"),
+        (page, f"at most {leaves} leaves"),
+        (page, f"{chunks[1]} on GPUs, {chunks[2]} on TPUs and {chunks[0]} on CPUs"),
         (
-            r"(?<=def _calibrated\(\n)    calibrate: bool,",
-            "    calibrate: bool, anchor: str,",
+            page,
+            f"in {gpu.dtype} on GPUs, in {tpu.dtype} on TPUs and in {cpu.dtype} on CPUs",
+        ),
+        (
+            orscale.__doc__,
+            f"None: {gpu.dtype} on GPU, {tpu.dtype} on TPU, {cpu.dtype} on CPU",
         ),
     ]:
-        source, count = re.subn(now, changed, source)
-        assert count == 1, now
-    copy = types.ModuleType("with_a_mean")
-    monkeypatch.setitem(sys.modules, copy.__name__, copy)  # Dataclasses look there.
-    exec(compile(source, trust_ratio.__file__, "exec"), vars(copy))
-    stage = copy.scale_by_calibrated_trust_ratio(anchor="mean", anchor_steps=3, eps=0.0)
-    params, state = {"kernel": jnp.eye(2)}, stage.init({"kernel": jnp.eye(2)})
-    for norm in (1.0, 2.0, 4.0, 8.0):
-        _, state = stage.update({"kernel": norm * jnp.eye(2)}, state, params)
-    np.testing.assert_allclose(state.calibration["kernel"], (1 + 1 / 2 + 1 / 4) / 3)
+        assert sentence in " ".join(text.split())
 
 
 WITHOUT_JAX = {

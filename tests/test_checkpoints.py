@@ -177,6 +177,19 @@ def test_switching_calibration_on_and_off(tmp_path):
 
 
 @pytest.mark.extended
+def test_another_anchor_goes_on_from_the_directions_that_have_entered(tmp_path):
+    def c_before_and_after(old, new):
+        run = after(OPTIMIZERS[old], 4)
+        restored = save_and_restore(tmp_path / new, run, OPTIMIZERS[new])
+        [(_, state)] = advance(OPTIMIZERS[new], restored, [5])
+        return [readout(s, "calibration")["stack"] for s in (run[1], state)]
+
+    c, lowered = c_before_and_after("orscale", "largest")
+    assert (lowered <= c).all() and (lowered < c).any()
+    np.testing.assert_array_equal(*c_before_and_after("largest", "orscale"))
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("arguments", [{"weight_decay": 0.4}, {"consistent_rms": 0.4}])
 def test_hyperparameters_in_c_are_anchored_again_on_request(arguments, tmp_path):
     """λ and s are part of c: r jumps when they change, until c is set to zero."""

@@ -16,5 +16,5 @@ state        the abstract state of an optimizer, by parameter
 checks       reasons to look at a matrix
 ===========  =======================================================================
 
-Imports every other folder; nothing imports it but the package itself.
+Imports ``family`` and everything below it; only the package itself imports it.
 """

@@ -138,7 +138,7 @@ def _measured(
 
 
 def _momenta(state: Any, matrices: Matrices, params: PyTree) -> list[jax.Array]:
-    """M of all matrices, by the parts of :meth:`Matrices.parts`."""
+    """M of all matrices, in the order of :meth:`Matrices.batches`."""
     traces: dict[Path, jax.Array] = {}
     wanted = set(map(names_on, matrices.paths))
     state = unbox(getattr(state, "opt_state", state))

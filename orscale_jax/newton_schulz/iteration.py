@@ -31,7 +31,7 @@ from orscale_jax.newton_schulz.monic import monic_newton_schulz, monic_scales
 from orscale_jax.newton_schulz.restarts import Table, is_cheaper, restart_steps
 
 # The steps of one array: yields sums, and receives them as rounded operands.
-Chain: TypeAlias = Generator[jax.Array, jax.Array, jax.Array]
+Products: TypeAlias = Generator[jax.Array, jax.Array, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,17 +217,17 @@ def gram_newton_schulz(
     arrays, all of one dtype, are interleaved: while one runs, the operands of the next
     are fetched.
     """
-    chains = [
-        _gram_chain(start, rows, before, arithmetic)
+    products = [
+        _gram_products(start, rows, before, arithmetic)
         for start, before, arithmetic in zip(starts, restarts, arithmetics, strict=True)
     ]
-    results: list[Any] = [None] * len(chains)
-    operands: dict[int, Any] = dict.fromkeys(range(len(chains)))
+    results: list[Any] = [None] * len(products)
+    operands: dict[int, Any] = dict.fromkeys(range(len(products)))
     while operands:
         sums = {}
         for i, operand in operands.items():
             try:
-                sums[i] = chains[i].send(operand)
+                sums[i] = products[i].send(operand)
             except StopIteration as end:
                 results[i] = end.value
         rounded = arithmetics[0].round_all([*sums.values()])
@@ -235,12 +235,12 @@ def gram_newton_schulz(
     return results
 
 
-def _gram_chain(
+def _gram_products(
     start: Start,
     rows: Sequence[Sequence[Any]],
     restarts: Sequence[int],
     arithmetic: Arithmetic,
-) -> Chain:
+) -> Products:
     r"""Newton–Schulz on the Gram matrix: fewer products where a matrix is not square.
 
     For wide :math:`X_0` (m ≤ n) every iterate is :math:`X_k = P_k X_0`, where :math:`P_k`

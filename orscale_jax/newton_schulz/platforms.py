@@ -51,9 +51,10 @@ class Platform:
     limits: Limits
     hardware: Hardware  # The rates by which plans for a mesh are compared.
     # What is normalized at once: a leaf where it is computed, a stack in few and large
-    # kernels (as GPUs have, which also add products), or a matrix in the loop over them,
-    # with Gram matrices in strips.
+    # kernels, or a matrix in the loop over them.
     normalizes: Literal["leaf", "stack", "matrix"] = "leaf"
+    by_strips: bool = False  # Whether large Gram matrices are computed in strips.
+    adds_products: bool = False  # Whether a kernel adds its product to an array.
     hides_coefficients: bool = False  # From the compiler.
     # Whether stacks are filled in place, and shards keep the layout of parameters.
     keeps_layouts: bool = False
@@ -79,9 +80,9 @@ class Platform:
         return dataclasses.replace(
             self.settings,
             dtype=self.dtype,
-            by_strips=self.normalizes == "matrix",
+            by_strips=self.by_strips,
             hide_coefficients=self.hides_coefficients,
-            adds_products=self.normalizes == "stack",
+            adds_products=self.adds_products,
         )
 
     def packed_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -166,10 +167,15 @@ CPU = Platform(
     Limits(stack_bytes=2**28, chunk_bytes=2**20, stack_length=32),
     VIRTUAL,
     normalizes="matrix",
+    by_strips=True,
 )
 # Launching a kernel takes a GPU time, and every array between two kernels memory.
 GPU = Platform(
-    _FLOAT16, Limits(stack_bytes=2**28, chunk_bytes=2**27), H100, normalizes="stack"
+    _FLOAT16,
+    Limits(stack_bytes=2**28, chunk_bytes=2**27),
+    H100,
+    normalizes="stack",
+    adds_products=True,
 )
 # A TPU's kernel cannot prefetch the result of the kernel before it: between two products
 # of one chunk it runs one of another. Operands of 16 MiB fit into the core's own memory.

@@ -6,7 +6,7 @@ momentum            G to M̃, with a state of floats or 8-bit integers; Adam's i
 mixed_emas          G to M̃, of several timescales
 orthogonalize       M̃ to Q
 blend               M̃ to a blend of Q and M̃
-stages              s, λW, the wait for a matrix's first update
+stages              s, λW, and D = 0 where the momentum is zero
 trust_ratio         multiplies D by the clipped, calibrated ratio; the rules that set c
 neuron_floor        raises a neuron's small update: a trust ratio from below
 scale_by_path       multiplies the updates of some parameters, after any optimizer

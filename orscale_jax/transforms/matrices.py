@@ -229,7 +229,7 @@ class Matrices:
         self.require_whole(params)
         return self.tree_of([make(*row) for row in self.each(params, *trees)])
 
-    def numbers(self, params: PyTree, values: Sequence[float]) -> PyTree:
+    def constants(self, params: PyTree, values: Sequence[float]) -> PyTree:
         """Several scalars of each matrix, along a first axis, in the dtype of norms."""
 
         def of(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:

@@ -31,7 +31,7 @@ _SQUARES: dict[str, Callable[[int, int], float]] = {
 }
 
 #: Defaults of the paper's language-model configuration.
-CONSISTENT_RMS, WEIGHT_DECAY = 0.2, 0.1
+CONSISTENT_RMS, SCALE_MODE, WEIGHT_DECAY = 0.2, SPECTRAL, 0.1
 
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
 
@@ -46,20 +46,19 @@ class Scale:
     square: Callable[[int, int], float] | None  # Of inputs and outputs; None for s = 1.
 
     @classmethod
-    def of(cls, consistent_rms: ArrayLike | None, scale_mode: str = SPECTRAL) -> "Scale":
+    def of(cls, consistent_rms: ArrayLike | None, scale_mode: str) -> "Scale":
         """The scale that an optimizer has with these arguments, which are checked."""
         validate.number("consistent_rms", consistent_rms, at_least=0, optional=True)
         validate.choice("scale_mode", scale_mode, _SQUARES)
         square = _SQUARES[scale_mode]
         if scale_mode == SPECTRAL:
             return cls(consistent_rms, None if consistent_rms is None else square)
-        known = not isinstance(consistent_rms, jax.core.Tracer | None)
-        # The default may come as an array.
-        if known and np.float32(jax.device_get(consistent_rms)) != np.float32(
-            CONSISTENT_RMS
-        ):
-            remedy = f"it has no effect with scale_mode={scale_mode!r}; leave it out"
-            validate.refuse("consistent_rms", consistent_rms, remedy)
+        if not isinstance(consistent_rms, jax.core.Tracer):
+            rms = jax.device_get(consistent_rms)  # The default may come as an array.
+            if rms is None or np.float32(rms) != np.float32(CONSISTENT_RMS):
+                why = f"it has no effect with scale_mode={scale_mode!r}"
+                remedy = f"leave it out, or pass scale_mode={SPECTRAL!r}"
+                validate.refuse("consistent_rms", rms, f"{why}; {remedy}")
         return cls(None, square)
 
     def value(self, m: int, n: int) -> float:
@@ -79,7 +78,7 @@ scaled: TraceLog[tuple[Matrices, Scale]] = TraceLog("scales")
 def scale_by_shape(
     consistent_rms: ArrayLike | None = CONSISTENT_RMS,
     *,
-    scale_mode: str = SPECTRAL,
+    scale_mode: str = SCALE_MODE,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
     r"""Scale every ``(m, n)`` matrix by :math:`s = \text{rms} \cdot \sqrt{\max(m, n)}`.
@@ -98,7 +97,7 @@ def scale_by_shape(
     Args:
       consistent_rms: The root mean square; ``None`` for :math:`s = 1`. (In Optax's own
         ``scale_by_shape``, ``None`` stands for ``"shape_scaling"``.) The other modes do
-        not use it, and refuse a number other than the default.
+        not use it, and refuse any value but the default.
       scale_mode: ``"spectral"``, as above, ``"shape_scaling"`` or ``"unit_rms_norm"``.
         The inputs are the reduction axes of the dimension numbers.
       weight_dimension_numbers: See :func:`orscale`.

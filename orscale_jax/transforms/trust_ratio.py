@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,11 +18,15 @@ from orscale_jax.transforms.matrices import Matrices, broadcast, on_matrices
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.checks import require_params
 
-#: The rules that set c.
-ANCHORS = FIRST, LARGEST = ("first", "largest")
+#: The rules that set c, given ``anchor_steps``: how many directions set it, each anew and
+#: with its own W as W₀, and how many, with these, may lower it.
+ANCHORS: dict[str, Callable[[ArrayLike], tuple[ArrayLike, ArrayLike]]] = {
+    "first": lambda steps: (1, 1),
+    "largest": lambda steps: (1, steps),
+}
+ANCHOR, ANCHOR_STEPS = "first", 100
 #: Defaults of the paper's language-model configuration.
 R_MIN, R_MAX, EPS = 0.1, 5.0, 1e-6
-ANCHOR_STEPS = 100
 #: What the state has of each matrix. The next step reads the first three.
 NUMBERS = (
     "calibration",
@@ -90,7 +95,7 @@ class CalibratedTrustRatioState(NamedTuple):
 def scale_by_calibrated_trust_ratio(
     *,
     calibrate: bool = True,
-    anchor: str = FIRST,
+    anchor: str = ANCHOR,
     anchor_steps: ArrayLike = ANCHOR_STEPS,
     r_min: ArrayLike = R_MIN,
     r_max: ArrayLike = R_MAX,
@@ -190,11 +195,9 @@ class TrustRatio:
         validate.number("eps", self.eps, at_least=0)
 
     @property
-    def directions(self) -> ArrayLike:
-        """The number of directions of a matrix that enter c."""
-        if not self.calibrate:
-            return 0
-        return self.anchor_steps if self.anchor == LARGEST else 1
+    def last_directions(self) -> tuple[ArrayLike, ArrayLike]:
+        """The last direction of a matrix that sets c, and the last that may lower it."""
+        return ANCHORS[self.anchor](self.anchor_steps) if self.calibrate else (0, 0)
 
 
 def trust_ratio_stage(
@@ -206,7 +209,7 @@ def trust_ratio_stage(
         known = {"raw_trust_ratio": 1.0, "trust_ratio": 1.0}
         known |= {} if ratio.calibrate else {"calibration": 1.0}
         initial = [known.get(name, 0.0) for name in NUMBERS]
-        return CalibratedTrustRatioState(matrices.numbers(params, initial))
+        return CalibratedTrustRatioState(matrices.constants(params, initial))
 
     def update(
         updates: PyTree, state: CalibratedTrustRatioState, params: PyTree | None = None
@@ -216,8 +219,8 @@ def trust_ratio_stage(
         def next_numbers(before: jax.Array, *squares: jax.Array) -> jax.Array:
             like = before[0]
             norms = [typed_sharding.shard_like(square_root(x), like) for x in squares]
-            hyperparameters = ratio.directions, ratio.eps, ratio.r_min, ratio.r_max
-            arguments = [jnp.asarray(number, before.dtype) for number in hyperparameters]
+            given = *ratio.last_directions, ratio.eps, ratio.r_min, ratio.r_max
+            arguments = [jnp.asarray(number, before.dtype) for number in given]
             return _calibrated(ratio.calibrate, before, *norms, *arguments)
 
         # D is not the sum that W and Q give by their norms and their product: where they
@@ -238,33 +241,37 @@ def trust_ratio_stage(
 def _calibrated(
     calibrate: bool,
     before: jax.Array,
-    weight: jax.Array,
-    direction: jax.Array,
-    directions: jax.Array,
+    weight_norm: jax.Array,
+    direction_norm: jax.Array,
+    last_to_set: jax.Array,
+    last_to_lower: jax.Array,
     eps: jax.Array,
     r_min: jax.Array,
     r_max: jax.Array,
 ) -> jax.Array:
     """Definitions 1 and 2: the numbers after a step with ‖W‖ and ‖D‖."""
-    c, count, first_weight, *_ = jnp.unstack(before)
-    is_direction = (direction > 0) & jnp.isfinite(direction) & jnp.isfinite(weight)
-    entering = is_direction & (count < directions)
+    c, count, anchor_norm, *_ = jnp.unstack(before)
+    finite = jnp.isfinite(direction_norm) & jnp.isfinite(weight_norm)
+    is_direction = finite & (direction_norm > 0)
+    sets = is_direction & (count < last_to_set)
+    enters = is_direction & (count < last_to_lower)
     # ‖W₀‖ may still be zero in a matrix without initial scale.
-    begins = is_direction & ((first_weight == 0) | (entering & (count == 0)))
-    first_weight = jnp.where(begins, weight, first_weight)
+    begins = sets | (is_direction & (anchor_norm == 0))
+    anchor_norm = jnp.where(begins, weight_norm, anchor_norm)
     if calibrate:
         # No division by zero: jax_debug_nans also sees what a where discards.
-        candidate = first_weight / (jnp.where(is_direction, direction, 1) + eps)
-        entering &= jnp.isfinite(candidate)
+        candidate = anchor_norm / (jnp.where(is_direction, direction_norm, 1) + eps)
+        enters &= jnp.isfinite(candidate)
         known = jnp.where(count == 0, 0, c)  # Without calibration before, c was 1.
-        smallest = jnp.where(count == 0, candidate, jnp.minimum(known, candidate))
-        c = jnp.where(entering, smallest, known)
-        count += entering.astype(count.dtype)
+        smallest = jnp.where(sets, candidate, jnp.minimum(known, candidate))
+        c = jnp.where(enters, smallest, known)
+        count += enters.astype(count.dtype)
     else:
         c, count = jnp.ones_like(c), jnp.zeros_like(count)
     # As in LAMB's public codes: with r = 0 a W of zeros would stay zero.
-    neutral = (c == 0) | (direction == 0) | (weight == 0)
-    raw = jnp.where(neutral, 1, weight / (jnp.where(neutral, 1, c * direction) + eps))
-    raw = jnp.where(jnp.isfinite(direction), raw, jnp.nan)
+    neutral = (c == 0) | (direction_norm == 0) | (weight_norm == 0)
+    scaled = jnp.where(neutral, 1, c * direction_norm)
+    raw = jnp.where(neutral, 1, weight_norm / (scaled + eps))
+    raw = jnp.where(jnp.isfinite(direction_norm), raw, jnp.nan)
     clipped = jnp.clip(raw, r_min, r_max)
-    return jnp.stack([c, count, first_weight, raw, clipped, weight, direction])
+    return jnp.stack([c, count, anchor_norm, raw, clipped, weight_norm, direction_norm])

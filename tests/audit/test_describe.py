@@ -35,6 +35,7 @@ from orscale_jax import (
     state_shardings,
 )
 from orscale_jax.flax import nnx_dimension_numbers
+from orscale_jax.newton_schulz.platforms import PLATFORMS
 from tests import leaves
 from tests.runs import FAMILY
 
@@ -400,7 +401,7 @@ SQUARE = jax.ShapeDtypeStruct(
 
 
 def test_the_platform_is_that_of_the_mesh():
-    """Of one that is not there, too: a TPU sends half of the bytes of float32."""
+    """Of one that is not there, too: each sends entries of its own dtype."""
 
     def described(kind, sizes=(2, 4), count=8):
         device = None if kind is None else AbstractDevice(kind, None, kind)
@@ -411,7 +412,8 @@ def test_the_platform_is_that_of_the_mesh():
         return describe({f"w{i}": w for i in range(count)}).plan
 
     cpu, gpu, rocm, tpu = map(described, ("cpu", "gpu", "rocm", "tpu"))
-    assert cpu.fast_bytes == 2 * tpu.fast_bytes > 0
+    sizes = [PLATFORMS[name].dtype.itemsize for name in ("cpu", "tpu")]
+    assert cpu.fast_bytes * sizes[1] == tpu.fast_bytes * sizes[0] > 0
     assert gpu == rocm != cpu and gpu != tpu
     assert described(None) == described(jax.default_backend())
     # Of a single device, that a CPU's stacks have at most 32 arrays.

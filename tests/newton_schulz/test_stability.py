@@ -29,6 +29,7 @@ WORST = {
     "deepseek_v4": (0.545,),
     "safer": (0.38, 0.376),
 }
+assert WORST.keys() == TABLES.keys(), "add a new preset's worst starts to WORST"
 SIGNS = np.array(list(itertools.product([-1, 1], repeat=3)))
 
 

@@ -23,6 +23,8 @@ from examples.benchmarks.gpu_session.session import Case, Measured
 from examples.benchmarks.timing import Quartiles
 from orscale_jax import orscale, polar_factor
 from orscale_jax.newton_schulz.coefficients import PRESETS
+from orscale_jax.transforms.stages import CONSISTENT_RMS, WEIGHT_DECAY
+from orscale_jax.transforms.trust_ratio import EPS, R_MAX, R_MIN
 
 Shape = tuple[int, int]
 DTYPES = ("bfloat16", "float16", "float32")
@@ -88,12 +90,13 @@ def stepped(weight: np.ndarray, grads: Iterable[np.ndarray], rate: float) -> np.
         lookahead = 0.95 * momentum + g
         if c is None and not lookahead.any():
             continue  # Before its first direction a matrix does not decay.
-        d = 0.1 * weight + 0.2 * max(weight.shape) ** 0.5 * newton_schulz(lookahead)
+        s = CONSISTENT_RMS * max(weight.shape) ** 0.5
+        d = WEIGHT_DECAY * weight + s * newton_schulz(lookahead)
         norm = np.linalg.norm(weight)
         if c is None:
-            c = norm / (np.linalg.norm(d) + 1e-6)
-        ratio = norm / (np.linalg.norm(c * d) + 1e-6)
-        weight = weight - rate * np.clip(ratio, 0.1, 5.0) * d
+            c = norm / (np.linalg.norm(d) + EPS)
+        ratio = norm / (np.linalg.norm(c * d) + EPS)
+        weight = weight - rate * np.clip(ratio, R_MIN, R_MAX) * d
     return weight
 
 
