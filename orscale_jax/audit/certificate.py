@@ -100,11 +100,11 @@ class Certificate:
     def verdict(self) -> str:
         """One line."""
         wrong = sum(bool(row.cause) for row in self.rows)
-        said = f"NOT the update of one device for {wrong} of" if wrong else ""
         worst = max((error for row in self.rows for error in row.errors), default=0.0)
         return (
-            f"on {self.mesh}: {said or 'the update of one device for all'} "
-            f"{len(self.rows)} parameters (largest relative error {worst:.1e})"
+            f"on {self.mesh}: {'NOT ' * bool(wrong)}the update of one device for "
+            f"{f'{wrong} of' if wrong else 'all'} {len(self.rows)} parameters "
+            f"(largest relative error {worst:.1e})"
         )
 
     def __str__(self) -> str:
@@ -166,19 +166,18 @@ def assert_same_on(
     """
     params, optimizer = trained(params, optimizer), getattr(optimizer, "tx", optimizer)
 
-    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
-        shape, sharding = np.shape(leaf), getattr(leaf, "sharding", None)
-        entries: list[Any] = [()] * len(shape)
-        left = list(shape)
+    def placed(leaf: Any) -> Any:
+        if isinstance(getattr(leaf, "sharding", None), NamedSharding):
+            return leaf
+        shape, left = np.shape(leaf), [*np.shape(leaf)]
+        entries: list[tuple[str, ...]] = [()] * len(shape)
         for name, length in mesh.shape.items():  # Each cuts the longest that it divides.
             divided = [i for i, size in enumerate(left) if size and not size % length]
             if divided:
                 axis = max(divided, key=left.__getitem__)
                 left[axis] //= length
                 entries[axis] += (name,)
-        has_spec = isinstance(sharding, NamedSharding)
-        spec = sharding.spec if has_spec else PartitionSpec(*entries)
-        where = NamedSharding(mesh, spec)
+        where = NamedSharding(mesh, PartitionSpec(*entries))
         return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf), sharding=where)
 
     certificate = certify(optimizer, jax.tree.map(placed, params), mesh, {})
@@ -218,7 +217,7 @@ def certify(
         jnp.promote_types(x, jnp.float32) if jnp.issubdtype(x, jnp.inexact) else x
         for x in own
     ]
-    errors, causes = [], dict[int, str]()
+    errors, causes = list[list[float]](), dict[int, str]()
     for dtypes in (wide, own)[: 1 + (own != wide)]:
         arrays = [
             [
