@@ -1,7 +1,5 @@
 """The likely cause of an update that differs on a mesh from that of one device."""
 
-import itertools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -122,13 +120,11 @@ def _causes_of_factor(
         for count in counts:
             m, n = (-(-size // count) * count for size in shape[-2:])
             others[f"a matrix padded to {m} × {n}"] = m, n
-    candidates = [
-        (f"the scale of {what}", (theirs / ours) ** 0.5)
+    factors = {
+        f"the scale of {what}": np.sqrt(np.divide(scales(*other), scales(*shape[-2:])))
         for what, other in others.items()
-        for theirs, ours in zip(scales(*other), scales(*shape[-2:]), strict=True)
-    ] + [
-        (f"a norm that counts {count} shards too many or too few", count**power)
-        for count, power in itertools.product(counts, (-1, -0.5, 0.5, 1))
-    ]
-    known = (what for what, x in candidates if math.isclose(factor, x, rel_tol=_ROUNDING))
-    return list(dict.fromkeys(known))
+    }
+    for count in counts:
+        norm = f"a norm that counts {count} shards too many or too few"
+        factors[norm] = np.power(float(count), (-1, -0.5, 0.5, 1))
+    return [x for x, y in factors.items() if np.isclose(factor, y, rtol=_ROUNDING).any()]

@@ -210,6 +210,7 @@ def certify(
     ours = [x for x in running.devices.flat if x.process_index == jax.process_index()]
     first = np.reshape(ours[:1], (1,) * running.devices.ndim)
     single = Mesh(first, running.axis_names, axis_types=running.axis_types)
+    chain_on = functools.partial(_Chain, optimizer, structure, specs)
     # A mesh may be there to compile for it only.
     target = mesh if isinstance(mesh, Mesh) else running
     own = [jnp.result_type(leaf) for leaf in leaves]
@@ -228,13 +229,12 @@ def certify(
         ]
         # Accelerators round float32 before they multiply.
         is_rounded = bool(errors) or running.devices.flat[0].platform != "cpu"
-        on_mesh, on_one, on_target = (
-            _Chain(optimizer, x, structure, specs) for x in (running, single, target)
-        )
+        on_mesh, on_one = chain_on(running), chain_on(single)
         found, differences = _compared(on_mesh, on_one, arrays, readings, is_rounded)
         if not errors:
             program, alone = on_mesh.program, on_one.program
             if target != running:
+                on_target = chain_on(target)
                 arguments = jax.tree.map(on_target.like, on_mesh.arguments)
                 state_shardings(on_target.optimizer, arguments[-1])  # It is told of them.
                 program = on_target.compiled(arguments)
@@ -267,7 +267,7 @@ class _Chain:
     """An optimizer on a mesh, compiled once for parameters of one type."""
 
     def __init__(
-        self, optimizer: Any, mesh: Mesh, structure: Any, specs: Sequence[PartitionSpec]
+        self, optimizer: Any, structure: Any, specs: Sequence[PartitionSpec], mesh: Mesh
     ) -> None:
         made = hasattr(optimizer, "update")
         self.optimizer = optimizer if made else optimizer(mesh)
