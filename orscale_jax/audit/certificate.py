@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,7 +14,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orscale_jax.audit import hlo
-from orscale_jax.audit.causes import Array, Place, cause_of
+from orscale_jax.audit.causes import Array, Shards, cause_of
 from orscale_jax.audit.probe import draw, runnable, running_mesh
 from orscale_jax.audit.program import collectives, flops_of
 from orscale_jax.audit.state import leaves_by_path
@@ -39,9 +40,9 @@ class Sent(NamedTuple):
     """The collectives of one kind in the compiled program of an update."""
 
     kind: str  #: Such as ``"all-gather"``.
+    looped: bool  #: Whether they are inside of a loop.
     times: int  #: How often they run.
     nbytes: int  #: The bytes that each device sends by them.
-    looped: bool  #: Whether they are inside of a loop.
 
 
 class CertificateRow(NamedTuple):
@@ -99,24 +100,23 @@ class Certificate:
     def verdict(self) -> str:
         """One line."""
         wrong = sum(bool(row.cause) for row in self.rows)
-        said = f"NOT the update of one device for {wrong} of" if wrong else ""
         worst = max((error for row in self.rows for error in row.errors), default=0.0)
         return (
-            f"on {self.mesh}: {said or 'the update of one device for all'} "
-            f"{len(self.rows)} parameters (largest relative error {worst:.1e})"
+            f"on {self.mesh}: {'NOT ' * bool(wrong)}the update of one device for "
+            f"{f'{wrong} of' if wrong else 'all'} {len(self.rows)} parameters "
+            f"(largest relative error {worst:.1e})"
         )
 
     def __str__(self) -> str:
         """The verdict, errors and causes by parameter, and what the program does."""
-        lines, names = (
-            [self.verdict],
-            [row.path or "(the only leaf)" for row in self.rows],
-        )
+        lines = [self.verdict]
+        names = [row.path or "(the only leaf)" for row in self.rows]
         for name, members in merged(names, [row.cause for row in self.rows]):
             errors = zip(*(self.rows[i].errors for i in members), strict=True)
             told = [*(f"{max(x):.1e}" for x in errors), name]
-            cause = self.rows[members[0]].cause
-            lines.append("  ".join([*told, *[f"({cause})"] * bool(cause)]))
+            if cause := self.rows[members[0]].cause:
+                told.append(f"({cause})")
+            lines.append("  ".join(told))
         lines.append(
             f"each device: {self.bytes_sent:,} bytes sent, {self.temporary_bytes:,} of "
             f"temporaries, {self.flops / 1e9:.3g} GFLOP; all devices together: "
@@ -166,34 +166,24 @@ def assert_same_on(
     """
     params, optimizer = trained(params, optimizer), getattr(optimizer, "tx", optimizer)
 
-    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
-        sharding = getattr(leaf, "sharding", None)
-        spec = (
-            sharding.spec
-            if isinstance(sharding, NamedSharding)
-            else _spread(np.shape(leaf), mesh)
-        )
-        return jax.ShapeDtypeStruct(
-            np.shape(leaf), jnp.result_type(leaf), sharding=NamedSharding(mesh, spec)
-        )
+    def placed(leaf: Any) -> Any:
+        if isinstance(getattr(leaf, "sharding", None), NamedSharding):
+            return leaf
+        shape, left = np.shape(leaf), [*np.shape(leaf)]
+        entries: list[tuple[str, ...]] = [()] * len(shape)
+        for name, length in mesh.shape.items():  # Each cuts the longest that it divides.
+            divided = [i for i, size in enumerate(left) if size and not size % length]
+            if divided:
+                axis = max(divided, key=left.__getitem__)
+                left[axis] //= length
+                entries[axis] += (name,)
+        where = NamedSharding(mesh, PartitionSpec(*entries))
+        return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf), sharding=where)
 
     certificate = certify(optimizer, jax.tree.map(placed, params), mesh, {})
     if not certificate.same:
         raise AssertionError(str(certificate))
     return certificate
-
-
-def _spread(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """A spec by which each axis of the mesh cuts the longest axis that it divides."""
-    left = list(shape)
-    names: list[tuple[str, ...]] = [() for _ in shape]
-    for name, length in mesh.shape.items():
-        divided = [axis for axis, size in enumerate(left) if size and not size % length]
-        if divided:
-            axis = max(divided, key=left.__getitem__)
-            left[axis] //= length
-            names[axis] += (name,)
-    return PartitionSpec(*(x or None for x in names))
 
 
 def certify(
@@ -218,17 +208,18 @@ def certify(
         x.spec if isinstance(x, NamedSharding) else PartitionSpec() for x in shardings
     ]
     ours = [x for x in running.devices.flat if x.process_index == jax.process_index()]
-    first = np.array(ours[:1]).reshape((1,) * running.devices.ndim)
+    first = np.reshape(ours[:1], (1,) * running.devices.ndim)
     single = Mesh(first, running.axis_names, axis_types=running.axis_types)
+    chain_on = functools.partial(_Chain, optimizer, structure, specs)
+    # A mesh may be there to compile for it only.
+    target = mesh if isinstance(mesh, Mesh) else running
     own = [jnp.result_type(leaf) for leaf in leaves]
     wide = [
         jnp.promote_types(x, jnp.float32) if jnp.issubdtype(x, jnp.inexact) else x
         for x in own
     ]
-    # Accelerators round float32 before they multiply.
-    kinds = [(wide, running.devices.flat[0].platform != "cpu"), (own, True)]
-    compared = []
-    for dtypes, is_rounded in kinds[: 1 + (own != wide)]:
+    errors, causes = list[list[float]](), dict[int, str]()
+    for dtypes in (wide, own)[: 1 + (own != wide)]:
         arrays = [
             [
                 np.asarray(draw(np.shape(leaf), dtype, None)(3 * i + seed, size))
@@ -236,40 +227,36 @@ def certify(
             ]
             for seed, size in enumerate((0.02, 1.0, 1.0))
         ]
-        on_mesh = _Chain(optimizer, running, structure, specs)
-        on_one = _Chain(optimizer, single, structure, specs)
-        compared.append(_compared(on_mesh, on_one, arrays, readings, is_rounded))
-        if len(compared) == 1:
-            causes = _causes(on_mesh, on_one, arrays, compared[0][1])
-            # A mesh may be there to compile for it only.
-            target = mesh if isinstance(mesh, Mesh) else running
+        # Accelerators round float32 before they multiply.
+        is_rounded = bool(errors) or running.devices.flat[0].platform != "cpu"
+        on_mesh, on_one = chain_on(running), chain_on(single)
+        found, differences = _compared(on_mesh, on_one, arrays, readings, is_rounded)
+        if not errors:
             program, alone = on_mesh.program, on_one.program
             if target != running:
-                chain = _Chain(optimizer, target, structure, specs)
-                program = chain.program_for([(x.shape, x.dtype) for x in arrays[0]])
-    errors, differences = zip(*compared, strict=True)
-    for i in differences[-1].keys() - causes.keys():
-        causes[i] = "only in the parameters' dtypes: a cast, or a narrow sum"
+                on_target = chain_on(target)
+                arguments = jax.tree.map(on_target.like, on_mesh.arguments)
+                state_shardings(on_target.optimizer, arguments[-1])  # It is told of them.
+                program = on_target.compiled(arguments)
+            causes = _causes(on_mesh, on_one, arrays, readings, differences)
+        for i in differences.keys() - causes.keys():
+            causes[i] = "only in the parameters' dtypes: a cast, or a narrow sum"
+        errors.append(found)
     issued, issued_alone = (
         [*hlo.runs(*hlo.parse(x.as_text() or ""), unknown_trips=1)]
         for x in (program, alone)
     )
-    sent: dict[tuple[str, bool], Sent] = {}
+    sent: dict[tuple[str, bool], tuple[int, int]] = {}
     for x in collectives(issued):
-        _, times, nbytes, _ = sent.get((x.kind, x.looped), Sent(x.kind, 0, 0, x.looped))
-        nbytes += x.sent(target.size)
-        sent[x.kind, x.looped] = Sent(x.kind, times + x.times, nbytes, x.looped)
+        times, nbytes = sent.get((x.kind, x.looped), (0, 0))
+        sent[x.kind, x.looped] = times + x.times, nbytes + x.sent(target.size)
     flops, flops_alone = (sum(map(flops_of, x)) for x in (issued, issued_alone))
     memory = program.memory_analysis()
+    of_rows = enumerate(zip(names, zip(*errors, strict=True), strict=True))
     return Certificate(
         " × ".join(f"{size} {name}" for name, size in running.shape.items()),
-        tuple(
-            CertificateRow(name, each, causes.get(i, ""))
-            for i, (name, each) in enumerate(
-                zip(names, zip(*errors, strict=True), strict=True)
-            )
-        ),
-        tuple(sent.values()),
+        tuple(CertificateRow(*row, causes.get(i, "")) for i, row in of_rows),
+        tuple(Sent(*key, *value) for key, value in sent.items()),
         flops,
         target.size * flops / max(1, flops_alone),
         0 if memory is None else memory.temp_size_in_bytes,
@@ -280,69 +267,53 @@ class _Chain:
     """An optimizer on a mesh, compiled once for parameters of one type."""
 
     def __init__(
-        self, optimizer: Any, mesh: Mesh, structure: Any, specs: Sequence[PartitionSpec]
+        self, optimizer: Any, structure: Any, specs: Sequence[PartitionSpec], mesh: Mesh
     ) -> None:
         made = hasattr(optimizer, "update")
         self.optimizer = optimizer if made else optimizer(mesh)
         self.mesh, self.structure, self.specs = mesh, structure, specs
-        self.program: Any = None
+        self.update: Any = None
 
     def updates(
         self, weights: Sequence[Array], grads: Sequence[Sequence[Array]]
     ) -> Iterator[list[jax.Array]]:
         """The leaves of each update, by gradients in turn; the weights do not change."""
-
-        def placed(arrays: Sequence[Array]) -> PyTree:
-            leaves = [
-                jax.make_array_from_callback(
-                    x.shape, NamedSharding(self.mesh, spec), x.__getitem__
-                )
-                for x, spec in zip(arrays, self.specs, strict=True)
-            ]
-            return jax.tree.unflatten(self.structure, leaves)
+        where = [NamedSharding(self.mesh, spec) for spec in self.specs]
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
 
         def replicated(x: Any) -> Any:
-            if isinstance(getattr(x, "sharding", None), NamedSharding):
-                return x
-            return jax.device_put(x, NamedSharding(self.mesh, PartitionSpec()))
+            placed = isinstance(getattr(x, "sharding", None), NamedSharding)
+            return x if placed else jax.device_put(x, everywhere)
 
         with jax.set_mesh(self.mesh):
-            params, *gradients = map(placed, (weights, *grads))
+            params, *gradients = (
+                jax.tree.unflatten(self.structure, jax.device_put([*arrays], where))
+                for arrays in (weights, *grads)
+            )
             state = jax.tree.map(replicated, self.optimizer.init(params))
         for gradient in itertools.cycle(gradients):
+            arguments = gradient, state, params
+            if self.update is None:
+                self.program = self.compiled(arguments)
             with jax.set_mesh(self.mesh):
-                arguments = gradient, state, params
-                if self.program is None:
-                    self.program = self._compiled(*arguments)
-                try:
-                    updates, state = self.program(*arguments)
-                except (TypeError, ValueError):  # The types of the state have changed.
-                    updates, state = self._compiled(*arguments)(*arguments)
+                updates, state = self.update(*arguments)
             yield jax.tree.leaves(updates)
 
-    def program_for(self, shapes: Sequence[tuple[Any, Any]]) -> Any:
-        """The program of an update, on devices that need not be there."""
-        params = jax.tree.unflatten(
-            self.structure,
-            [
-                jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(self.mesh, spec))
-                for shape, spec in zip(shapes, self.specs, strict=True)
-            ],
-        )
-        with jax.set_mesh(self.mesh):
-            state = jax.tree.map(
-                lambda x, where: x.update(sharding=where),
-                jax.eval_shape(self.optimizer.init, params),
-                state_shardings(self.optimizer, params),
-            )
-            return self._compiled(params, state, params)
+    def like(self, x: Any) -> jax.ShapeDtypeStruct:
+        """An abstract array on this mesh, from one on a mesh with the same axes."""
+        where = NamedSharding(self.mesh, x.sharding.spec)
+        is_weak = getattr(x, "weak_type", False)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where, weak_type=is_weak)
 
-    def _compiled(self, grads: Any, state: Any, params: Any) -> Any:
-        where = jax.tree.map(lambda x: x.sharding, (params, state))
+    def compiled(self, arguments: Any) -> Any:
+        """The program of an update."""
+        self.arguments = jax.tree.map(self.like, arguments)
+        _, state, params = jax.tree.map(lambda x: x.sharding, self.arguments)
         try:
-            update = runnable(self.optimizer, grads, state, params)
-            jitted = jax.jit(update, out_shardings=where)
-            return jitted.lower(grads, state, params).compile()
+            with jax.set_mesh(self.mesh):
+                update = runnable(self.optimizer, *self.arguments)
+                self.update = jax.jit(update, out_shardings=(params, state))
+                return self.update.lower(*self.arguments).compile()
         except Exception as error:  # Whatever a foreign update raises.
             raise ValueError(
                 f"on {self.mesh.size} devices the optimizer does not run: {error}\nIf it "
@@ -351,8 +322,8 @@ class _Chain:
             ) from error
 
 
-# Of a leaf: the step, its update on the mesh, and that on one device.
-_Differences: TypeAlias = dict[int, tuple[int, jax.Array, Array]]
+# Of a leaf: the step, its shards on the mesh, and its update on one device.
+_Differences: TypeAlias = dict[int, tuple[int, Shards, Array]]
 
 
 def _compared(
@@ -368,11 +339,8 @@ def _compared(
     if is_rounded:
         signs = np.random.default_rng(0)
         nudged = [
-            [
-                (x * (1 + signs.choice((-1, 1), x.shape) / 256)).astype(x.dtype)
-                for x in each
-            ]
-            for each in grads
+            [(x * (1 + signs.choice((-1, 1), x.shape) / 256)).astype(x.dtype) for x in xs]
+            for xs in grads
         ]
         runs.append(on_one.updates(weights, nudged))
     errors, noise, moved = ([0.0] * len(weights) for _ in range(3))
@@ -380,19 +348,18 @@ def _compared(
     left = _UPDATES
     for step in range(_UPDATES):
         found, *of_one = map(next, runs)
-        wanted, rounded = ([_wide(x) for x in of_one[i]] for i in (0, -1))
         for i, axes in enumerate(readings):
-            one = wanted[i]
+            shards = [(x.index, _wide(x.data)) for x in found[i].addressable_shards]
+            one, *rounded = (_wide(leaves[i]) for leaves in of_one)
             off = np.zeros(one.shape, one.real.dtype)
-            for shard in found[i].addressable_shards:
-                apart = abs(_wide(shard.data) - one[shard.index])
-                off[shard.index] = np.maximum(off[shard.index], apart)
+            for at, values in shards:
+                off[at] = np.maximum(off[at], abs(values - one[at]))
             error = _relative(off, one, axes)
             errors[i] = max(errors[i], error)
-            if is_rounded:
-                noise[i] = max(noise[i], _relative(abs(rounded[i] - one), one, axes))
+            for other in rounded:
+                noise[i] = max(noise[i], _relative(abs(other - one), one, axes))
             if error > max(_TOLERANCE, _ROUNDINGS * noise[i]):
-                differences.setdefault(i, (step, found[i], one))
+                differences.setdefault(i, (step, shards, one))
             if one.any() or off.any():
                 left = left if moved[i] else _MORE_UPDATES + 1
                 moved[i] += 1
@@ -406,55 +373,41 @@ def _causes(
     on_mesh: _Chain,
     on_one: _Chain,
     arrays: Sequence[Sequence[Array]],
+    readings: Sequence[MatrixAxes],
     differences: _Differences,
 ) -> dict[int, str]:
     """The likely cause of each difference."""
-    mesh, causes = on_mesh.mesh, dict[int, str]()
 
     @functools.cache
-    def by_shards(along: Sequence[str], step: int) -> list[tuple[Array, list[Place]]]:
+    def by_shards(along: Sequence[str], step: int) -> list[Shards]:
         """The updates of devices that have only their own shards along some axes."""
-        cut = [
-            PartitionSpec(
-                *(
-                    tuple(x for x in typed_sharding.names(entry) if x in along)
-                    for entry in spec
-                )
-            )
-            for spec in on_mesh.specs
-        ]
-        maps = [
-            NamedSharding(mesh, spec).devices_indices_map(x.shape).values()
-            for spec, x in zip(cut, arrays[0], strict=True)
-        ]
-        chain = _Chain(on_one.optimizer, on_one.mesh, on_one.structure, cut)
-        results = [(np.zeros(x.shape, x.dtype), list[Place]()) for x in arrays[0]]
+        maps = []
+        for spec, x in zip(on_mesh.specs, arrays[0], strict=True):
+            entries = map(typed_sharding.names, spec)
+            cut = [tuple(name for name in names if name in along) for names in entries]
+            sharding = NamedSharding(on_mesh.mesh, PartitionSpec(*cut))
+            maps.append(sharding.devices_indices_map(x.shape).values())
+        result = [Shards() for _ in maps]
         for places in {str(at): at for at in zip(*maps, strict=True)}.values():
             weights, *grads = (
                 [x[at] for x, at in zip(each, places, strict=True)] for each in arrays
             )
             try:
-                *_, last = itertools.islice(chain.updates(weights, grads), step + 1)
-            except ValueError:  # The optimizer refuses shards.
+                *_, last = itertools.islice(on_one.updates(weights, grads), step + 1)
+            except Exception:  # The optimizer refuses shards.
                 break
-            for (whole, of_whole), at, update in zip(results, places, last, strict=True):
-                whole[at] = update
-                of_whole.append(at)
-        return results
+            for shards, at, update in zip(result, places, last, strict=True):
+                shards.append((at, _wide(update)))
+        return result
 
-    lengths = {name: size for name, size in mesh.shape.items() if size > 1}
-    counts = range(1, len(lengths) + 1)
-    subsets = [x for count in counts for x in itertools.combinations(lengths, count)]
-    for i, (step, update, wanted) in differences.items():
-        shards = [(x.index, _wide(x.data)) for x in update.addressable_shards]
-        found = np.zeros_like(wanted)
-        for at, values in shards:
-            found[at] = values
-        agree = all(np.array_equal(found[at], x, equal_nan=True) for at, x in shards)
-        places = [*{str(at): at for at, _ in shards}.values()]
-        alone = ((" and ".join(x), *by_shards(x, step)[i]) for x in subsets)
-        sizes = [*lengths.values()]
-        causes[i] = cause_of(found, wanted, agree, places, sizes, alone)
+    lengths = {name: size for name, size in on_mesh.mesh.shape.items() if size > 1}
+    numbers = range(1, len(lengths) + 1)
+    subsets = [x for n in numbers for x in itertools.combinations(lengths, n)]
+    counts = sorted({math.prod(lengths[name] for name in some) for some in subsets})
+    causes = {}
+    for i, (step, shards, wanted) in differences.items():
+        alone = ((" and ".join(x), by_shards(x, step)[i]) for x in subsets)
+        causes[i] = cause_of(shards, wanted, readings[i], counts, alone)
     return causes
 
 
@@ -465,7 +418,7 @@ def _wide(x: Any) -> Array:
 
 def _relative(off: Array, wanted: Array, axes: MatrixAxes) -> float:
     """The largest norm of a matrix's difference over that of the matrix."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        off, norms = (np.asarray(axes.norms(jnp.asarray(abs(x)))) for x in (off, wanted))
-        ratio = np.nan_to_num(np.where(off == 0, 0, off / norms), nan=np.inf)
-    return float(np.max(ratio, initial=0))
+    off, norms = (np.asarray(axes.norms(jnp.asarray(abs(x)))) for x in (off, wanted))
+    ratios = np.divide(off, norms, out=np.full_like(off, np.inf), where=norms > 0)
+    ratios = np.where(off == 0, 0, np.nan_to_num(ratios, nan=np.inf))
+    return float(np.max(ratios, initial=0))

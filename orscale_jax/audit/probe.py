@@ -23,7 +23,7 @@ _UPDATES, _MORE_UPDATES = 128, 16
 # Of singular values, or of entries: the squared mean of their squares over the mean of
 # their fourth powers is 1 if they are equal. It is 0.78 for any that Jordan's
 # Newton–Schulz leaves between 0.68 and 1.13; the gradients here have 0.57 at most.
-_EVEN_SPECTRUM, _EVEN_ENTRIES = 0.6, 0.98
+EVEN_SPECTRUM, EVEN_ENTRIES = 0.6, 0.98
 _VECTORS = 16  # They estimate a spectrum, and have all of it of so many rows.
 
 # From gradients, state and parameters: updates, state, and root mean squares of updates.
@@ -81,13 +81,13 @@ def first_updates(
             drifts = path in low_bits and path not in usual
             kinds = kinds if path in usual else ["none"] * parts
         elif path not in thin or again.get(path, (None, 0))[1] > rms / 4:
-            if _even_entries(step) > _EVEN_ENTRIES:
+            if even_entries(step) > EVEN_ENTRIES:
                 kinds = ["element-wise"] * parts
             else:
                 for reading in _readings(step) if axes is None else (axes,):
                     kinds = [
                         "orthogonal"
-                        if _even_spectrum(step, reading, index) > _EVEN_SPECTRUM
+                        if even_spectrum(step, reading, index) > EVEN_SPECTRUM
                         else "other"
                         for index in range(len(reading.labels))
                     ]
@@ -238,7 +238,7 @@ def _readings(leaf: jax.Array) -> list[MatrixAxes]:
 
 
 @jax.jit
-def _even_entries(update: jax.Array) -> jax.Array:
+def even_entries(update: jax.Array) -> jax.Array:
     """How even the entries are, at the worst index of the first axis."""
     first = int(update.ndim > 1 and update.size > update.shape[0])
     rest = tuple(range(first, update.ndim))
@@ -248,7 +248,7 @@ def _even_entries(update: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _even_spectrum(update: jax.Array, axes: MatrixAxes, index: int) -> jax.Array:
+def even_spectrum(update: jax.Array, axes: MatrixAxes, index: int) -> jax.Array:
     """How even the worst spectrum of a part is: (tr A)² / (k tr A²), of A = U Uᵀ.
 
     k are the rows, or the columns where these are fewer. It is computed, or estimated,

@@ -151,6 +151,23 @@ def test_a_fault_in_narrow_dtypes_only():
 
 
 @pytest.mark.extended
+def test_a_fault_of_an_optimizer_that_refuses_shards():
+    """They tell nothing of its cause."""
+
+    def update(grads, state, params=None):
+        if grads["w"].shape != (8, 16):
+            raise TypeError("not the model's shape")
+        many = jax.sharding.get_abstract_mesh().size > 1
+        return jax.tree.map(lambda g: g + many * g**2, grads), state
+
+    optimizer = optax.GradientTransformation(lambda params: (), update)
+    mesh = mesh_of({"data": 8})
+    params = abstract(mesh, {"w": (8, 16)}, {"w": P("data")})
+    certificate = certify(optimizer, params, mesh, {})
+    assert certificate.rows[0].cause == "unknown"
+
+
+@pytest.mark.extended
 def test_an_optimizer_that_closes_over_a_mesh():
     mesh = mesh_of({"data": 8})
     params = {"w": jnp.zeros((16, 8))}

@@ -149,7 +149,7 @@ def test_sharded_parameters(kind):
     )
     assert kinds(optax.adamw(1e-2), abstract) == ALL("element-wise")
     axes = MatrixAxes((), (0,), (1,))
-    program = probe._even_spectrum.lower(params["w"], axes, 0).compile().as_text()
+    program = probe.even_spectrum.lower(params["w"], axes, 0).compile().as_text()
     assert "all-reduce" in program and "all-gather" not in program
 
 

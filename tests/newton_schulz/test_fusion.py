@@ -116,14 +116,18 @@ def test_arrays_of_several_shapes_and_dtypes(as_on_gpus):
         assert value.dtype == x.dtype
 
 
-@pytest.mark.parametrize(("platform", "count"), [("cuda", 9 + 4), ("cpu", 12)])
-def test_a_gpu_finishes_arrays_of_one_shape_together(platform, count, monkeypatch):
+@pytest.mark.parametrize(
+    ("platform", "count", "pairs"), [("cuda", 9 + 4, 9 + 4), ("cpu", 12, 24)]
+)
+def test_a_gpu_finishes_arrays_of_one_shape_together(platform, count, pairs, monkeypatch):
     monkeypatch.setattr(fusion, "_IN_ONE_KERNEL", 12)
     arrays = arrays_of(jnp.float32)
     axes = [SHAPES[x.shape] for x in arrays]
     together = functools.partial(fusion.sum_all, axes=axes)
     text = program(together, [[x] for x in arrays], platform=platform)
     assert len(re.findall(r"stablehlo\.reduce\(", text)) == count
+    text = program(together, [[x, 2 * x] for x in arrays], platform=platform)
+    assert len(re.findall(r"stablehlo\.reduce", text)) == pairs
 
 
 @pytest.mark.extended
