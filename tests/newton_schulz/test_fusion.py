@@ -126,8 +126,15 @@ def test_a_gpu_finishes_arrays_of_one_shape_together(platform, count, pairs, mon
     together = functools.partial(fusion.sum_all, axes=axes)
     text = program(together, [[x] for x in arrays], platform=platform)
     assert len(re.findall(r"stablehlo\.reduce\(", text)) == count
-    text = program(together, [[x, 2 * x] for x in arrays], platform=platform)
-    assert len(re.findall(r"stablehlo\.reduce", text)) == pairs
+
+
+@pytest.mark.parametrize(("platform", "count"), [("cuda", 2), ("cpu", 4)])
+def test_a_gpu_reads_pairs_of_small_matrices_once(platform, count, monkeypatch):
+    monkeypatch.setattr(fusion, "_IN_ONE_KERNEL", 12)
+    pair = [jnp.ones((8, 3, 4)), jnp.zeros((8, 3, 4))]
+    together = functools.partial(fusion.sum_all, axes=[(1, 2)] * 2)
+    text = program(together, [pair, pair], platform=platform)
+    assert len(re.findall(r"stablehlo\.reduce\(", text)) == count
 
 
 @pytest.mark.extended
