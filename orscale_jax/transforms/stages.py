@@ -53,9 +53,10 @@ class Scale:
         square = _SQUARES[scale_mode]
         if scale_mode == SPECTRAL:
             return cls(consistent_rms, None if consistent_rms is None else square)
-        if not isinstance(consistent_rms, jax.core.Tracer):
-            rms = jax.device_get(consistent_rms)  # The default may come as an array.
-            if rms is None or np.float32(rms) != np.float32(CONSISTENT_RMS):
+        # None is true of the other modes. The default may come as an array.
+        if not isinstance(consistent_rms, jax.core.Tracer | None):
+            rms = jax.device_get(consistent_rms)
+            if np.float32(rms) != np.float32(CONSISTENT_RMS):
                 why = f"it has no effect with scale_mode={scale_mode!r}"
                 remedy = f"leave it out, or pass scale_mode={SPECTRAL!r}"
                 validate.refuse("consistent_rms", rms, f"{why}; {remedy}")
