@@ -280,9 +280,11 @@ def takes(
     described = [doc.split("Args:\n")[1] for doc in docs if "Args:\n" in doc]
 
     def decorate(make: Callable[[Given], Optimizer]) -> Callable[Parameters, Optimizer]:
+        name = make.__name__  # Copies of a closure may wrap its functions.
+
         @functools.wraps(make)
         def optimizer(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Optimizer:
-            validate.arguments(make.__name__, signature, args, kwargs, of_orscale)
+            validate.arguments(name, signature, args, kwargs, of_orscale)
             return make(arguments(*args, **kwargs))
 
         head, returns, rest = (inspect.getdoc(make) or "").partition("\nReturns:")

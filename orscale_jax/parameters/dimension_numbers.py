@@ -128,6 +128,11 @@ SHAPE, NAME, RULE, MODULE, OUTPUT = "shape", "name", "rule", "module", "output"
 decisions: TraceLog[Mapping[Path, str]] = TraceLog("decisions")
 
 
+def note_decisions(by: Mapping[Path, str]) -> None:
+    """Note what has decided on rules, from functions that are sent to other processes."""
+    decisions.note(by)
+
+
 def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) -> PyTree:
     """The axes of each leaf of matrices; masked nodes for other leaves. No boxes."""
     if not jax.tree.leaves(tree):  # optax.tree.map_params passes a placeholder.
@@ -284,7 +289,7 @@ def default_numbers(tree: PyTree, decided: Collection[Any] = ()) -> PyTree:
             f"from rules on paths.{_function_of_modules(tree, paths)}",
             paths,
         )
-    decisions.note({path: NAME if told else SHAPE for path, told in named.items()})
+    note_decisions({path: NAME if told else SHAPE for path, told in named.items()})
     return jax.tree.map_with_path(lambda p, _: None if adamw(p) else PLAIN, tree)
 
 

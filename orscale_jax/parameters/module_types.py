@@ -25,6 +25,7 @@ from orscale_jax.parameters.dimension_numbers import (
     as_axis,
     as_tuple,
     decisions,
+    note_decisions,
 )
 from orscale_jax.parameters.expressions import refuse_step_count
 from orscale_jax.parameters.heads import HeadSizes
@@ -247,7 +248,7 @@ def look_up(
             return numbers[path]
 
         tree = jax.tree.map_with_path(at, params, is_leaf=is_parameter)
-        decisions.note(why)
+        note_decisions(why)
         return tree
 
     return weight_dimension_numbers

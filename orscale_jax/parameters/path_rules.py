@@ -13,10 +13,10 @@ from orscale_jax.parameters.dimension_numbers import (
     RULE,
     DimensionNumbers,
     WeightDimensionNumbers,
-    decisions,
     default_numbers,
     explicit_axes,
     is_resolvable,
+    note_decisions,
     spread,
 )
 from orscale_jax.parameters.heads import HeadSizes
@@ -122,7 +122,7 @@ def resolver(
         guessed = default is None
         if guessed:
             default = default_numbers(tree, decided)
-        decisions.note(dict.fromkeys(decided, RULE))  # After the notes of the default.
+        note_decisions(dict.fromkeys(decided, RULE))  # After the notes of the default.
 
         def of_all(known: Mapping[Path, Any]) -> PyTree:
             def own(path: Any, default: Any, _: Any) -> Any:
