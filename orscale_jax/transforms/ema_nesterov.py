@@ -56,7 +56,7 @@ def ema_nesterov(
 
     Raises:
       ValueError: If an argument is not valid, or, from ``update``, if ``params`` is
-        missing or a gradient has another shape than its parameter.
+        missing, or a gradient or an average has another shape than its parameter.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -90,6 +90,7 @@ def ema_nesterov(
         **extra_args: Any,
     ) -> tuple[PyTree, EMANesterovState]:
         require_shapes(updates, params)
+        require_shapes(state.average, params, "average step in the state")
         moves, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
         )
@@ -122,7 +123,8 @@ def without_lookahead(state: optax.OptState, params: PyTree) -> PyTree:
       The weights, in a tree like ``params`` with its dtypes.
 
     Raises:
-      ValueError: If there is not one :class:`EMANesterovState` in the state.
+      ValueError: If there is not one :class:`EMANesterovState` in the state, or it is of
+        parameters of other shapes.
     """
     states = nodes_of(state, EMANesterovState)
     if len(states) != 1:
@@ -131,6 +133,7 @@ def without_lookahead(state: optax.OptState, params: PyTree) -> PyTree:
             "state of one optimizer of ema_nesterov, and then the parameters."
         )
     beta, average = states[0].lookahead, states[0].average
+    require_shapes(average, params, "average step in the state")
     return jax.tree.map(
         lambda x, m: (x - beta.astype(m.dtype) * m).astype(x.dtype), params, average
     )

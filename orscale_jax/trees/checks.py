@@ -93,12 +93,12 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
     jax.tree.map_with_path(check, params, updates)
 
 
-def require_shapes(updates: PyTree, params: PyTree | None) -> None:
-    """Refuse a missing ``params``, and updates that a stage would broadcast to fit it."""
+def require_shapes(updates: PyTree, params: PyTree | None, kind: str = "update") -> None:
+    """Refuse a missing ``params``, and arrays that a stage would broadcast to fit it."""
     require_params(params)
     bare, weights = unbox((updates, params))
     jax.tree.map_with_path(
-        lambda path, *arrays: _require_shape("update", path, *arrays),
+        lambda path, *arrays: _require_shape(kind, path, *arrays),
         bare,
         where_gradients_are(bare, weights),
     )

@@ -354,6 +354,11 @@ def test_lookahead_of_any_optimizer():
     np.testing.assert_allclose(behind["b"], params["b"] + plain["b"], rtol=1e-6)
     with pytest.raises(ValueError, match="0 EMANesterovState instead of one"):
         without_lookahead(inner.init(params), params)
+    other = params | {"b": jnp.ones(4)}  # To which the average would be broadcast.
+    for call in (lambda: optimizer.update(other, state, other),
+                 lambda: without_lookahead(state, other)):  # fmt: skip
+        with pytest.raises(ValueError, match=r"average .* 'b' has shape \(\), but"):
+            call()
 
 
 @pytest.mark.parametrize(
