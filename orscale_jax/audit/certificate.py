@@ -242,6 +242,18 @@ def certify(
         for i in differences.keys() - causes.keys():
             causes[i] = "only in the parameters' dtypes: a cast, or a narrow sum"
         errors.append(found)
+    of_rows = enumerate(zip(names, zip(*errors, strict=True), strict=True))
+    return Certificate(
+        " × ".join(f"{size} {name}" for name, size in running.shape.items()),
+        tuple(CertificateRow(*row, causes.get(i, "")) for i, row in of_rows),
+        *_of_program(program, alone, target.size),
+    )
+
+
+def _of_program(
+    program: Any, alone: Any, devices: int
+) -> tuple[tuple[Sent, ...], int, float, int]:
+    """What a compiled program sends, its FLOPs, their repetition, and its temporaries."""
     issued, issued_alone = (
         [*hlo.runs(*hlo.parse(x.as_text() or ""), unknown_trips=1)]
         for x in (program, alone)
@@ -249,16 +261,13 @@ def certify(
     sent: dict[tuple[str, bool], tuple[int, int]] = {}
     for x in collectives(issued):
         times, nbytes = sent.get((x.kind, x.looped), (0, 0))
-        sent[x.kind, x.looped] = times + x.times, nbytes + x.sent(target.size)
+        sent[x.kind, x.looped] = times + x.times, nbytes + x.sent(devices)
     flops, flops_alone = (sum(map(flops_of, x)) for x in (issued, issued_alone))
     memory = program.memory_analysis()
-    of_rows = enumerate(zip(names, zip(*errors, strict=True), strict=True))
-    return Certificate(
-        " × ".join(f"{size} {name}" for name, size in running.shape.items()),
-        tuple(CertificateRow(*row, causes.get(i, "")) for i, row in of_rows),
+    return (
         tuple(Sent(*key, *value) for key, value in sent.items()),
         flops,
-        target.size * flops / max(1, flops_alone),
+        devices * flops / max(1, flops_alone),
         0 if memory is None else memory.temp_size_in_bytes,
     )
 

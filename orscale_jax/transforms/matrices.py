@@ -123,7 +123,7 @@ class Matrices:
     def at_once(
         self, fn: Callable[..., jax.Array], tree: PyTree, *scalars: PyTree
     ) -> PyTree:
-        """``fn(*scalars)`` of every leaf. Those of one shape are stacked, but on TPUs.
+        """``fn(*scalars)`` of every leaf. CPUs and GPUs stack leaves of one shape for it.
 
         ``fn`` is elementwise. Its arguments and its result may have several numbers of
         each matrix, along their first axis.

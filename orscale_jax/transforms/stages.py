@@ -261,7 +261,7 @@ def where_nonzero_stage(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
         if typed_sharding.mesh_of(matrices.leaves(updates), None) is None:
-            # A single kernel.
+            # On one device, the sum is a single kernel.
             [sizes] = matrices.sums(jnp.abs, updates)
         else:
             # A mesh would exchange sums together with some of the norms, which depend on
