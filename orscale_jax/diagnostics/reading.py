@@ -1,6 +1,6 @@
 """Norms, ratios and steps of every matrix, read off an optimizer's state."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -282,43 +282,14 @@ def _learning_rates(
     schedules = nodes_in_groups(state, optax.ScaleByScheduleState)
     counts = [(labels, node.count) for labels, node in schedules]
     if learning_rate is not None and not isinstance(learning_rate, Mapping):
-        places = [(labels, labels) for labels, *_ in injected]
-        if len({_innermost(places, labels) for labels in groups.values()}) > 1:
-            raise ValueError(
-                "learning_rate is one for all matrices, but their groups have their own "
-                "in the state (optax.inject_hyperparams): leave learning_rate out."
-            )
-        if len({_innermost(counts, labels) is None for labels in groups.values()}) > 1:
-            raise ValueError(
-                "learning_rate is one for all matrices, but some groups have a schedule "
-                "and others do not: pass a mapping from the labels of optax.partition to "
-                "numbers and schedules."
-            )
+        _require_one_rate(groups, [labels for labels, *_ in injected], counts)
     rates: ByPath = {}
     for path, labels in groups.items():
         rate: Any = learning_rate
         if learning_rate is None:
-            around = [each for each in injected if each[0] == labels[: len(each[0])]]
-            inside = [each for each in around if each[2]]
-            if len(around) > 1 and not inside:
-                raise ValueError(
-                    "the state holds several learning rates, none of them of the "
-                    f"optimizer that has the ratios: {_FORMS}."
-                )
-            # The innermost of nested injections is the last one.
-            rate = _innermost([each[:2] for each in inside[::-1] or around], labels)
+            rate = _injected_rate(injected, labels)
         elif isinstance(learning_rate, Mapping):
-            rates_of_groups = [
-                learning_rate[label]
-                for label in labels
-                if learning_rate.get(label) is not None
-            ]
-            if not rates_of_groups:
-                raise ValueError(
-                    f"learning_rate has no entry for {'.'.join(path)!r} in the group "
-                    f"{' / '.join(map(str, labels))!r}: {_FORMS}."
-                )
-            rate = rates_of_groups[-1]
+            rate = _rate_of_group(learning_rate, path, labels)
         if callable(rate):
             count = _innermost(counts, labels)
             if count is None:
@@ -341,6 +312,52 @@ def _learning_rates(
             f"{'.'.join(unknown[0])!r}: {_FORMS}."
         )
     return rates
+
+
+def _require_one_rate(
+    groups: Mapping[Path, Labels],
+    injected: Sequence[Labels],
+    counts: list[tuple[Labels, jax.Array]],
+) -> None:
+    """Refuse one rate for all matrices where the state shows several."""
+    places = [(labels, labels) for labels in injected]
+    if len({_innermost(places, labels) for labels in groups.values()}) > 1:
+        raise ValueError(
+            "learning_rate is one for all matrices, but their groups have their own "
+            "in the state (optax.inject_hyperparams): leave learning_rate out."
+        )
+    if len({_innermost(counts, labels) is None for labels in groups.values()}) > 1:
+        raise ValueError(
+            "learning_rate is one for all matrices, but some groups have a schedule "
+            "and others do not: pass a mapping from the labels of optax.partition to "
+            "numbers and schedules."
+        )
+
+
+def _rate_of_group(rates: Mapping[Any, Any], path: Path, labels: Labels) -> Any:
+    """The rate of the innermost label that has one."""
+    known = [rates[label] for label in labels if rates.get(label) is not None]
+    if not known:
+        raise ValueError(
+            f"learning_rate has no entry for {'.'.join(path)!r} in the group "
+            f"{' / '.join(map(str, labels))!r}: {_FORMS}."
+        )
+    return known[-1]
+
+
+def _injected_rate(
+    injected: Sequence[tuple[Labels, ArrayLike, bool]], labels: Labels
+) -> ArrayLike | None:
+    """The rate that optax.inject_hyperparams holds for a group; None if none does."""
+    around = [each for each in injected if each[0] == labels[: len(each[0])]]
+    inside = [each for each in around if each[2]]
+    if len(around) > 1 and not inside:
+        raise ValueError(
+            "the state holds several learning rates, none of them of the "
+            f"optimizer that has the ratios: {_FORMS}."
+        )
+    # The innermost of nested injections is the last one.
+    return _innermost([each[:2] for each in inside[::-1] or around], labels)
 
 
 def _injected(
