@@ -205,17 +205,9 @@ def qk_clip(
                     f"here a real array of shape (layers..., query heads) = {wanted}."
                 )
             largest = typed_sharding.gather(jnp.asarray(logits, dtype))
-            gamma = jnp.where(largest > tau, tau / jnp.maximum(largest, tau), 1)
-            # A gamma of zero has underflowed, and would erase the head for good.
-            gamma = jnp.where((largest < jnp.inf) & (gamma > 0), gamma, jnp.nan)
-            gammas.append(gamma.astype(jnp.float32))
-            # A shared key takes the strongest clip of its queries, and they the rest.
             groups = parts[1][0].shape[-1]
-            grouped = gamma.reshape(*gamma.shape[:-1], groups, gamma.shape[-1] // groups)
-            # A minimum may lose NaN on CPUs, and NaN to the power of 0 is 1.
-            known = ~jnp.isnan(grouped).any(axis=-1)
-            key = jnp.where(known, jnp.min(grouped, axis=-1) ** share, jnp.nan)
-            query = (grouped / key[..., None]).reshape(gamma.shape)
+            query, key, gamma = _factors(largest, tau, share, groups)
+            gammas.append(gamma.astype(jnp.float32))
             for places, scale in zip(parts, (query, key, gamma), strict=True):
                 for place in places:
                     of_entries = jnp.take(scale, place.head, mode="clip")
@@ -240,6 +232,21 @@ def qk_clip(
         return new, QKClipState(structure.unflatten(gammas))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _factors(
+    largest: jax.Array, tau: jax.Array, share: jax.Array, groups: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The factors of queries, of keys, one for each group, and γ of rotary queries."""
+    gamma = jnp.where(largest > tau, tau / jnp.maximum(largest, tau), 1)
+    # A gamma of zero has underflowed, and would erase the head for good.
+    gamma = jnp.where((largest < jnp.inf) & (gamma > 0), gamma, jnp.nan)
+    # A shared key takes the strongest clip of its queries, and they the rest.
+    grouped = gamma.reshape(*gamma.shape[:-1], groups, gamma.shape[-1] // groups)
+    # A minimum may lose NaN on CPUs, and NaN to the power of 0 is 1.
+    known = ~jnp.isnan(grouped).any(axis=-1)
+    key = jnp.where(known, jnp.min(grouped, axis=-1) ** share, jnp.nan)
+    return (grouped / key[..., None]).reshape(gamma.shape), key, gamma
 
 
 def _find(attentions: PyTree, params: PyTree) -> tuple[list[Any], Any]:
