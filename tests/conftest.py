@@ -26,6 +26,7 @@ import hypothesis
 import jax
 import pytest
 
+XLA_FLAGS = os.environ["XLA_FLAGS"]
 jax.config.update("jax_num_cpu_devices", 8)  # Meshes to shard over.
 
 # No deadline: an example of a new shape compiles. Derandomized: a run repeats the last.
@@ -89,6 +90,8 @@ def has(item: pytest.Item, mark: str) -> bool:
 
 def pytest_collection_finish() -> None:
     """Keep the garbage collector from what lives as long as the run."""
+    # A module that is imported must not set flags of the processes that tests start.
+    assert os.environ["XLA_FLAGS"] == XLA_FLAGS
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
 

@@ -5,11 +5,7 @@ Q and twice with the form's: one rounding for each product with a sum, and three
 a minute or two, and prints the final losses on held-out files, seed by seed.
 """
 
-import os
-
-# XLA may otherwise leave out roundings.
-os.environ["XLA_FLAGS"] = "--xla_allow_excess_precision=false"
-
+import functools
 import pathlib
 import sysconfig
 from collections.abc import Callable
@@ -93,7 +89,10 @@ def final_loss(
         for key, (name, shape) in zip(keys, SHAPES.items(), strict=True)
     }
 
-    @jax.jit
+    # XLA may otherwise leave out roundings.
+    options = {"xla_allow_excess_precision": False}
+
+    @functools.partial(jax.jit, compiler_options=options)
     def step(params: Any, state: Any, windows: jax.Array) -> tuple[Any, Any]:
         grads = jax.grad(loss_fn)(params, windows)
         updates, state = optimizer.update(grads, state, params)

@@ -261,8 +261,9 @@ def where_nonzero_stage(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
         if typed_sharding.mesh_of(matrices.leaves(updates), None) is None:
-            # On one device, the sum is a single kernel.
-            [sizes] = matrices.sums(jnp.abs, updates)
+            # On one device, the sum is a single kernel. On CPUs XLA would write an abs
+            # to memory, which the scale of Newton–Schulz takes, too.
+            [sizes] = matrices.sums(lambda x: jnp.maximum(x, -x), updates)
         else:
             # A mesh would exchange sums together with some of the norms, which depend on
             # them, and then needs more exchanges.
