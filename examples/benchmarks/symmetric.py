@@ -64,10 +64,11 @@ def tile_of(size: int) -> int:
 def symmetric_product(
     c: jax.Array | None, alpha: float, a: jax.Array, b: jax.Array, tile: int | None = None
 ) -> jax.Array:
-    """C + αABᵀ in the dtype of 16 bits, where C and ABᵀ are symmetric; sums are float32.
+    """C + αABᵀ, where C and ABᵀ are symmetric.
 
-    The result is symmetric to the bit. Tiles above the diagonal are neither computed nor
-    read of C. Sizes that tiles do not divide are padded by copies.
+    Operands and result have 16 bits, and sums are float32. The result is symmetric to the
+    bit. Tiles above the diagonal are neither computed nor read of C. Operands whose sizes
+    tiles do not divide are copied and padded.
 
     Args:
       c: ``(batch, m, m)``, or None for zeros.
@@ -145,7 +146,7 @@ def symmetric_product(
                     plgpu.copy_smem_to_gmem(block, out.at[rows, rows])
 
             def context(evaluate: Callable) -> None:
-                sums = plgpu.ACC((BLOCK, tile), jnp.float32)
+                sums = plgpu.WGMMAAccumulatorRef((BLOCK, tile), jnp.float32)
                 pl.run_scoped(functools.partial(store_all, evaluate), sums)
 
             of_a, of_b = (
@@ -208,7 +209,7 @@ def counts(form: str, batch: int, m: int, k: int) -> Iterator[str]:
 
 
 def several(form: str, held: Any) -> Any:
-    """The last of several products of C, A and B, after a first one that is held, too."""
+    """The last of several products; C, A and B are held, and a first result."""
 
     def one(_: Any, held: Any) -> Any:
         # The barrier keeps XLA from computing the product only once.
