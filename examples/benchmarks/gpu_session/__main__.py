@@ -14,6 +14,7 @@ STAGES: dict[str, session.Stage] = {
     "steps": speed.steps,
     "training": training.training,
     "recipe": speed.recipe,
+    "symmetric_kernel": speed.symmetric_kernel,
     "pretraining": training.pretraining,
 }
 FOLDER = pathlib.Path("runs/gpu_session")

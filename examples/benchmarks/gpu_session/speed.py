@@ -8,9 +8,12 @@ beside a name is that of the products; without one it is the platform's.
 recipe for JAX trains 26 layers, 2560 wide, with 64 experts of 512 in each. Here are 8 of
 them: 2.2 billion parameters, whose weights, gradients and momentum in float32 take 27 GB.
 
-Of both there are two times. *A step* is a call, whose buffers the host hands over one by
-one: with hundreds of small leaves that takes longer than the arithmetic. A step *on the
-device* is one of several inside a call.
+*symmetric_kernel*: the products of :mod:`examples.benchmarks.symmetric`, by XLA and, on
+Hopper cards, by its kernel.
+
+Of *steps* and *recipe* there are two times. *A step* is a call, whose buffers the host
+hands over one by one: with hundreds of small leaves that takes longer than the
+arithmetic. A step *on the device* is one of several inside a call.
 """
 
 import functools
@@ -21,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from examples.benchmarks import symmetric
 from examples.benchmarks.contenders import contenders, step_of
 from examples.benchmarks.gpu_session.session import Case, Measured
 from examples.benchmarks.models import Leaf, Leaves, gpt2, of_shapes, scanned_gpt2
@@ -152,3 +156,26 @@ def _steps(
 
 steps = functools.partial(_steps, MODELS, OPTIMIZERS + BFLOAT16, 16, TURNS)
 recipe = functools.partial(_steps, RECIPE_OF, OPTIMIZERS[:3], 3, 3)
+
+
+def _of_product(shape: tuple[int, ...]) -> Iterator[Measured]:
+    xla = symmetric.seconds("XLA", *shape)
+    yield Measured("time of XLA's product", "µs", xla.times(1e6))
+    if symmetric.on_hopper():
+        kernel = symmetric.seconds("kernel", *shape)
+        yield Measured("time of the kernel", "µs", kernel.times(1e6))
+        yield Measured(
+            "the kernel's rate", "%", kernel.map(lambda x: 100 * xla.median / x)
+        )
+
+
+def symmetric_kernel(tiny: bool) -> Sequence[Sequence[Case]]:
+    products = {"one": [(1, 64, 128)]} if tiny else symmetric.PRODUCTS
+    return [
+        [
+            Case(f"{name}, {'×'.join(map(str, shape))}", "symmetric product",
+                 "time of XLA's product", functools.partial(_of_product, shape))
+            for name, shapes in products.items()
+            for shape in shapes
+        ]
+    ]  # fmt: skip

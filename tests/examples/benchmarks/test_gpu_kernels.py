@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from examples.benchmarks import ahead_of_time, hlo_cost, returned_shards, topologies
+from examples.benchmarks import (
+    ahead_of_time,
+    hlo_cost,
+    returned_shards,
+    symmetric,
+    topologies,
+)
 from examples.pretrain.meshes import MeshConfig, batch_sharding, in_effect, make_mesh
 from examples.pretrain.models import attention
 from examples.pretrain.models.dense import Dense, DenseConfig
@@ -60,6 +66,18 @@ def test_a_step_that_returns_shards_hides_the_gather(optimizer):
     gathers = [x for x in cost.collectives if x.kind == "all-gather"]
     assert sum(not x.flops for x in gathers) == 1 < len(gathers) == 16
     assert cost.exposed_bytes <= 0.3 * cost.collective_bytes
+
+
+@pytest.mark.parametrize("shape", [(24, 768, 3072), (12, 768, 768), (1, 2048, 2048)])
+def test_the_symmetric_kernel_compiles(shape):
+    """To one kernel, with tiles of either size."""
+    sharding = jax.sharding.SingleDeviceSharding(topologies.h100s(1)[0])
+    x = jax.ShapeDtypeStruct(shape, jnp.float16, sharding=sharding)
+    c = x.update(shape=(*shape[:2], shape[1]))
+    lowered = jax.jit(symmetric.symmetric_product, static_argnums=1).lower(c, 0.5, x, x)
+    program = lowered.compile(compiler_options=topologies.GPU_COMPILER_OPTIONS)
+    [kernel] = hlo_cost.kernels(program.as_text() or "")
+    assert kernel.nbytes == 2 * (2 * x.size + 2 * c.size)
 
 
 def gradient_text(heads, gpus=1, axis_types="auto"):
