@@ -64,8 +64,11 @@ class ParameterRow:
         that it is sharded over; empty without a mesh and for other rules.
       check: Reasons to look at this leaf: it is named like a fused projection, a router,
         a table or a head; one side is at least 16 times as long as the other; a batch
-        axis has length 1; why it is refused; or its master weights drift, because it is
-        frozen outside of :func:`keep_master_weights`. Empty if there are none.
+        axis has length 1; it may be the output layer, because no name or trace shows
+        one, and no length in the rest of the model fits its outputs (pass an example
+        input to the function for the library, or a rule); why it is refused; or its
+        master weights drift, because it is frozen outside of :func:`keep_master_weights`.
+        Empty if there are none.
       first_update: With ``probe=True``, what the first update that is not zero does to
         it: ``"orthogonal"``, if the singular values of each matrix are equal, as far as
         Newton–Schulz makes them so (for another library's optimizer, of the matrices by
