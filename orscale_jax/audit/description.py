@@ -118,7 +118,7 @@ class Total:
     state_bytes: int | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Description:
     """The parameters and the plan of an optimizer. ``print`` shows it as a table.
 
@@ -209,6 +209,8 @@ class Description:
     def __str__(self) -> str:
         """The table with the columns that decide what to change."""
         return self.to_text(wide=False)
+
+    __repr__ = __str__
 
     def to_text(self, *, wide: bool = True) -> str:
         """The table as text, with all columns that say anything.

@@ -654,6 +654,7 @@ wte,"(2, 2)",float32,adamw,name,,embedding,0,,,,4,32
 
 def test_csv_and_notebooks():
     assert small().to_csv() == CSV
+    assert repr(small()) == TEXT.rstrip()  # In a terminal, without print.
     assert small()._repr_html_() == f"<pre style='white-space: pre'>{TEXT.rstrip()}</pre>"
     escaped = describe({"<b>": jnp.ones(2)})._repr_html_()
     assert "&lt;b&gt;" in escaped and "<b>" not in escaped
