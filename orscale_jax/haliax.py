@@ -68,11 +68,19 @@ def dimension_numbers(
     ``ConvTranspose`` are matrices, from their ``In`` (and window) to their ``Out``. AdamW
     trains embeddings, norms, biases, depthwise convolutions and parameters of fewer than
     two axes. Other grouped convolutions need an override. Names on the path and modules
-    of Equinox are treated as in :func:`orscale_jax.equinox.dimension_numbers`. The
-    arguments and errors are the same as there.
+    of Equinox are treated as in :func:`orscale_jax.equinox.dimension_numbers`, which
+    raises the same errors. Dimension numbers stand in place of a named array.
 
-    Dimension numbers stand in place of a named array, expressions of ``overrides`` match
-    the paths of named arrays, and ``rules`` may return a :class:`NamedWeight` for each.
+    Args:
+      model: The model, or a tree of modules. It may be abstract.
+      *args: The arguments of a call of the model, which is traced to find its output
+        layer; without them, only names tell it.
+      overrides: See :func:`orscale_jax.flax.nnx_dimension_numbers`. Expressions match the
+        paths of named arrays.
+      rules: See :func:`orscale_jax.flax.nnx_dimension_numbers`. The functions may return
+        a :class:`NamedWeight` for each parameter.
+      head_size: See :func:`orscale_jax.by_path`.
+      **kwargs: Keyword arguments of the call.
 
     Example:
       >>> import equinox as eqx, haliax as hax, jax

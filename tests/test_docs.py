@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import pkgutil
+import pydoc
 import re
 from pathlib import Path
 
@@ -131,3 +133,16 @@ def test_the_api_has_every_public_name(module):
     public = set(public_names("orscale_jax" + module))
     assert public
     assert public <= names_on_pages()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_help_describes_every_argument_beside_its_default(module):
+    for path in public_names("orscale_jax" + module):
+        make = pkgutil.resolve_name(
+            path.replace(f"orscale_jax{module}.", f"orscale_jax{module}:")
+        )
+        if inspect.isfunction(make):
+            text, signature = pydoc.plain(pydoc.render_doc(make)), inspect.signature(make)
+            for name, parameter in signature.parameters.items():
+                assert re.search(rf"(?m)^ +\*{{0,2}}{name}: \S", text), (path, name)
+                assert str(parameter) in text

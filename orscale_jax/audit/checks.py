@@ -9,6 +9,7 @@ import numpy as np
 
 from orscale_jax.audit.description import ParameterRow
 from orscale_jax.parameters.axes import MatrixAxes
+from orscale_jax.parameters.dimension_numbers import MODULE, OUTPUT
 from orscale_jax.parameters.heads import DIVIDED
 from orscale_jax.parameters.layer_classes import (
     EMBEDDING_OR_HEAD,
@@ -44,8 +45,9 @@ class Checks:
         leaf_of: Mapping[Any, Any],
         axes_of: Mapping[Any, MatrixAxes],
         class_of: Mapping[Any, str],
+        why_of: Mapping[Any, str],
     ) -> None:
-        """Collect it from leaves, axes of matrices, and classes."""
+        """Collect it from leaves, axes of matrices, classes and reasons for rules."""
         self.shapes = {path: np.shape(leaf) for path, leaf in leaf_of.items()}
         self.axes, self.classes = axes_of, class_of
         # Modules by their keys in words, and the paths of all parameters below each.
@@ -53,6 +55,13 @@ class Checks:
         self.below: dict[Path, list[Any]] = collections.defaultdict(list)
         # Embeddings that a head may have the length of, by their number of rows.
         self.vocabularies: dict[int, str] = {}
+        self.knows_output = "head" in class_of.values() or OUTPUT in why_of.values()
+        # By path, the keys above it, and the lengths that the outputs of a layer may fit:
+        # sides of matrices, and widths.
+        self.above = {path: keys_on(path)[:-1] for path in leaf_of}
+        self.sides = {path: shape[-1:] for path, shape in self.shapes.items()} | {
+            path: axes.matrix_shape(leaf_of[path]) for path, axes in axes_of.items()
+        }
         for path, module in self.modules.items():
             for depth in range(len(module)):
                 self.below[module[:depth]].append(path)
@@ -91,10 +100,12 @@ class Checks:
         gate = unknown or (layer == "mlp gate" and not any(self._beside(path)))
         if layer == "router" or (gate and _ROUTER.search(name)):
             yield "router?"
+        long = [size for size in (row.m, row.n) if size in self.vocabularies]
         # Only near the root: deeper, "out" is an ordinary projection.
         if unknown and len(keys) <= 2 and _TABLE.search(name):
             yield "table or head?"
-        long = [size for size in (row.m, row.n) if size in self.vocabularies]
+        elif unknown and not long and not self.knows_output and self._ends(path, row):
+            yield "output layer?"
         if unknown and long:
             yield f"as long as {self.vocabularies[long[0]]}"
         if keys and without_names(keys):
@@ -128,6 +139,23 @@ class Checks:
                 if (row.m, row.n) in ((out, 2 * wide), (2 * out, wide)):
                     return True
         return False
+
+    def _ends(self, path: Any, row: ParameterRow) -> bool:
+        """Whether its inputs fit other layers, and its outputs fit none.
+
+        What is split or joined between two layers fits as a multiple.
+        """
+        m, n = row.m, row.n
+        own, others = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        for other, sizes in self.sides.items():
+            beside = self.above[other] == self.above[path]
+            (own if beside else others).append(sizes)
+        lengths = {size for sizes in others for size in sizes if size > 1}
+        transposed = row.why != MODULE and keys_on(path)[-1:] == ("weight",)
+        if (m,) in own or (transposed and (n,) not in own):
+            m, n = n, m
+        fits = any(n % size == 0 or size % n == 0 for size in lengths)
+        return row.matrices == 1 and m in lengths and not fits
 
     def _beside(self, path: Any) -> Iterator[Any]:
         """The paths of the parameters of the modules beside that of a leaf."""

@@ -158,7 +158,8 @@ def describe(
     if probe and mesh is not None:
         certificate = certify(optimizer, params, mesh, axes_of)
     class_of = leaves_by_path(layer_classes(params))
-    checks = Checks(leaf_of, axes_of, class_of)
+    why_of = {path: kept.why for path, kept in state.kept.items()}
+    checks = Checks(leaf_of, axes_of, class_of, why_of)
     rows, planned = [], [list[ParameterRow]() for _ in stages]
     for name, (path, leaf) in zip(distinct_names(leaf_of), leaf_of.items(), strict=True):
         kept = state.kept[path]

@@ -64,8 +64,11 @@ class ParameterRow:
         that it is sharded over; empty without a mesh and for other rules.
       check: Reasons to look at this leaf: it is named like a fused projection, a router,
         a table or a head; one side is at least 16 times as long as the other; a batch
-        axis has length 1; why it is refused; or its master weights drift, because it is
-        frozen outside of :func:`keep_master_weights`. Empty if there are none.
+        axis has length 1; it may be the output layer, because no name or trace shows
+        one, and no length in the rest of the model fits its outputs (pass an example
+        input to the function for the library, or a rule); why it is refused; or its
+        master weights drift, because it is frozen outside of :func:`keep_master_weights`.
+        Empty if there are none.
       first_update: With ``probe=True``, what the first update that is not zero does to
         it: ``"orthogonal"``, if the singular values of each matrix are equal, as far as
         Newton–Schulz makes them so (for another library's optimizer, of the matrices by
@@ -115,7 +118,7 @@ class Total:
     state_bytes: int | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Description:
     """The parameters and the plan of an optimizer. ``print`` shows it as a table.
 
@@ -206,6 +209,8 @@ class Description:
     def __str__(self) -> str:
         """The table with the columns that decide what to change."""
         return self.to_text(wide=False)
+
+    __repr__ = __str__
 
     def to_text(self, *, wide: bool = True) -> str:
         """The table as text, with all columns that say anything.

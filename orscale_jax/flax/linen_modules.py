@@ -19,7 +19,7 @@ from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import Declared, ModuleRules, Numbers
 from orscale_jax.parameters.path_rules import Rules
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import Path, by_name, names_on
+from orscale_jax.trees.names import Path, by_name
 
 _CALLS = itertools.count()
 
@@ -83,7 +83,7 @@ def linen_dimension_numbers(
     rules: ModuleRules | None = None,
     head_size: HeadSizes = False,
     **kwargs: Any,
-) -> PyTree:
+) -> Callable[[PyTree], PyTree]:
     """Make ``weight_dimension_numbers`` of a Linen model from the types of its modules.
 
     The modules of a model are known only while the model runs, so ``module.init`` is
@@ -105,12 +105,11 @@ def linen_dimension_numbers(
       **kwargs: Keyword arguments of ``module.init``, such as ``train=False``.
 
     Returns:
-      A tree of the structure of ``module.init(...)["params"]`` with a
-      :class:`optax.contrib.MuonDimensionNumbers`, a
-      :class:`orscale_jax.BlockDimensionNumbers` (for gates and grouped convolutions), or
-      None for AdamW, for each parameter. Where a parameter is in a box, such as one made
-      by ``nn.with_partitioning``, the entry stands for the whole box, so that the tree
-      fits the parameters with and without boxes.
+      A callable from the parameters, ``module.init(...)["params"]``, to their tree of
+      :class:`optax.contrib.MuonDimensionNumbers`, None for AdamW, and
+      :class:`orscale_jax.BlockDimensionNumbers` for gates and grouped convolutions, as
+      ``weight_dimension_numbers`` takes it. Where a parameter is in a box, such as one
+      made by ``nn.with_partitioning``, the entry stands for the whole box.
 
     Raises:
       ValueError: In the same cases as :func:`nnx_dimension_numbers`.
@@ -119,8 +118,10 @@ def linen_dimension_numbers(
       >>> import flax.linen as nn, jax, jax.numpy as jnp
       >>> from orscale_jax.flax import linen_dimension_numbers
       >>> attention = nn.MultiHeadDotProductAttention(num_heads=2)
-      >>> numbers = linen_dimension_numbers(attention, jnp.ones((1, 3, 8)))
-      >>> numbers["query"]["kernel"]
+      >>> x = jnp.ones((1, 3, 8))
+      >>> numbers = linen_dimension_numbers(attention, x)
+      >>> params = attention.init(jax.random.key(0), x)["params"]
+      >>> numbers(params)["query"]["kernel"]
       MuonDimensionNumbers(reduction_axis=0, output_axis=(1, 2))
 
     References:
@@ -172,11 +173,9 @@ def linen_dimension_numbers(
         return linen.init_with_output(call, module)(rngs, *args, **kwargs)[0]
 
     output = output_layers.output_layers(outputs, params, rngs, *args, **kwargs)
-    numbers, _ = module_types.resolved(leaves, by_type, overrides, head_size, output)
-    return jax.tree.map_with_path(
-        lambda entries, _: numbers[names_on(entries)],
-        params,
-        is_leaf=meta.is_axis_metadata,
+    resolved = module_types.resolved(leaves, by_type, overrides, head_size, output)
+    return module_types.look_up(
+        *resolved, is_holder, "parameter of the module that linen_dimension_numbers"
     )
 
 

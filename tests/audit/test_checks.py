@@ -6,10 +6,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from flax.traverse_util import unflatten_dict
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import BlockDimensionNumbers as Blocks, by_path, describe, orscale
+from orscale_jax.flax import nnx_dimension_numbers
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 
 
@@ -116,6 +118,11 @@ def test_olmo():
 
 
 MIXER = {"layers.mixer.D": (5, 8), "layers.mixer.in.kernel": (5, 8, 16)}
+# Two layers and an output layer that no name shows.
+MLP = {"one.kernel": (8, 12), "two.kernel": (12, 20), "readout.kernel": (20, 7)}
+BIASES = {"one.bias": (12,), "two.bias": (20,), "readout.bias": (7,)}
+OUTPUT = {"readout.kernel": "output layer?"}
+TORCH = {"one.weight": (12, 8), "two.weight": (20, 12), "readout.weight": (7, 20)}
 STACKED = {"layers.qkv.kernel": (3, 8, 24), "layers.norm.scale": (3, 8)}
 SHORT = {"a": (8, 99), "b": (1, 8), "c": (8, 12)}
 
@@ -149,6 +156,20 @@ SHORT = {"a": (8, 99), "b": (1, 8), "c": (8, 12)}
         (SHORT | {"embed": (8, 8)}, None, {}),
         (SHORT | {"patch_embed.proj.weight": (8, 12)}, None, {}),
         ({"embed": (99, 8), "mlp.up": (8, 99), "mlp.down": (99, 8)}, None, {}),
+        # No layer takes its outputs, or equal parts of them.
+        (MLP, None, OUTPUT),
+        (MLP | BIASES, None, OUTPUT),
+        (TORCH, None, {"readout.weight": "output layer?"}),
+        (TORCH | BIASES, None, {"readout.weight": "output layer?"}),
+        (MLP | {"three.kernel": (7, 11), "four.kernel": (11, 8)}, None, {}),
+        (MLP | {"other.kernel": (40, 14), "norm.scale": (14,)}, None, {}),
+        (MLP | {"lm_head.kernel": (20, 9)}, None, {}),
+        ({"readout.kernel": (20, 7), "other.kernel": (8, 8)}, None, {}),
+        (
+            MLP | {"readout.kernel": (3, 20, 7)},
+            {"readout.kernel": Dims(1, 2)},
+            {},
+        ),
         # Vectors in a stack: all that stands beside them is stacked as well.
         (MIXER, LAYERS, {"layers.mixer.D": "stack of vectors?"}),
         (MIXER | {"layers.mixer.skip": (8,)}, LAYERS, {}),
@@ -176,6 +197,20 @@ def test_heads_of_attention_are_long_and_no_stacks():
     rows = described(tree, by_path({}, head_size=16)).rows
     found = [(row.m, row.n, row.check) for row in rows]
     assert found == [(16, 512, ()), (512, 16, ())]
+
+
+def test_an_example_input_answers_whether_it_is_the_output_layer():
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(
+        nnx.Linear(8, 12, rngs=rngs), nnx.relu, nnx.Linear(12, 7, rngs=rngs)
+    )
+    for inputs, expected in (
+        ((), ("matrix", ("output layer?",))),
+        ((jnp.ones((1, 8)),), ("adamw", ())),
+    ):
+        rows = described(model, nnx_dimension_numbers(model, *inputs)).rows
+        of_kernels = [(x.rule, x.check) for x in rows if x.path.endswith("kernel")]
+        assert of_kernels == [("matrix", ()), expected]
 
 
 def test_other_trees():

@@ -4,11 +4,13 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import re
 from pathlib import Path
 
 import equinox as eqx
 import flax.linen as nn
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +36,9 @@ from orscale_jax import (
     orthogonalize,
     state_shardings,
 )
-from orscale_jax.flax import nnx_dimension_numbers
+from orscale_jax.equinox import dimension_numbers as equinox_numbers
+from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
+from orscale_jax.haliax import dimension_numbers as haliax_numbers
 from orscale_jax.newton_schulz.platforms import PLATFORMS
 from tests import leaves
 from tests.runs import FAMILY
@@ -205,23 +209,82 @@ def test_why_a_parameter_has_its_rule():
     assert {row.why for row in describe(params, optax.adam(1e-3)).rows} == {""}
 
 
-def test_why_a_parameter_of_a_module_has_its_rule():
-    rngs = nnx.Rngs(0)
-    layers = [nnx.Linear(4, 4, rngs=rngs) for _ in range(3)]
-    model = nnx.Sequential(*layers)
-    rules = {r"layers\.1\.kernel": "adamw"}
-    for args, overrides, of_kernels in (
-        ((), None, ["module"] * 3),
-        ((jnp.ones((1, 4)),), rules, ["module", "rule", "output"]),
-    ):
-        numbers = nnx_dimension_numbers(model, *args, overrides=overrides)
-        description = describe(model, muon(1e-3, weight_dimension_numbers=numbers))
-        assert [row.why for row in description.select("kernel").rows] == of_kernels
-        assert {row.why for row in description.select("bias").rows} == {"shape"}
-    head = nnx.Dict(lm_head=layers[0])
-    numbers = nnx_dimension_numbers(head)
-    rows = describe(head, muon(1e-3, weight_dimension_numbers=numbers)).rows
-    assert [row.why for row in rows] == ["shape", "name"]
+LAYERS = ("inner", "middle", "lm_head", "out")
+
+
+def call(model, tokens):
+    x = model.embed(tokens)
+    for name in LAYERS[:-1]:
+        x = jax.tree.map(jax.nn.relu, getattr(model, name)(x))
+    return model.out(x)
+
+
+class Linen(nn.Module):
+    def setup(self):
+        self.embed = nn.Embed(9, 4)
+        for name in LAYERS:
+            setattr(self, name, nn.Dense(4))
+
+    __call__ = call
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(9, 4, rngs=rngs)
+        for name in LAYERS:
+            setattr(self, name, nnx.Linear(4, 4, rngs=rngs))
+
+    __call__ = call
+
+
+class Equinox(eqx.Module):  # Haliax's modules are Equinox's.
+    embed: eqx.Module
+    inner: eqx.Module
+    middle: eqx.Module
+    lm_head: eqx.Module
+    out: eqx.Module
+
+    __call__ = call
+
+
+def linen_model(*tokens, **overrides):
+    numbers = linen_dimension_numbers(Linen(), *tokens, **overrides)
+    return jax.eval_shape(Linen().init, jax.random.key(0), *tokens)["params"], numbers
+
+
+def nnx_model(*tokens, **overrides):
+    model = Nnx(nnx.Rngs(0))
+    return model, nnx_dimension_numbers(model, *tokens, **overrides)
+
+
+def equinox_model(*tokens, **overrides):
+    key = jax.random.key(0)
+    layers = [eqx.nn.Linear(4, 4, key=key) for _ in LAYERS]
+    model = Equinox(eqx.nn.Embedding(9, 4, key=key), *layers)
+    return model, equinox_numbers(model, *tokens, **overrides)
+
+
+def haliax_model(*tokens, **overrides):
+    key, vocabulary = jax.random.key(0), hax.Axis("vocabulary", 9)
+    axes = hax.make_axes(a=4, b=4, c=4, d=4, e=4)
+    layers = [hax.nn.Linear.init(*ends, key=key) for ends in itertools.pairwise(axes)]
+    model = Equinox(hax.nn.Embedding.init(vocabulary, axes[0], key=key), *layers)
+    named = [hax.named(token, ()) for token in tokens]
+    return model, haliax_numbers(model, *named, **overrides)
+
+
+@pytest.mark.parametrize("library", [linen_model, nnx_model, equinox_model, haliax_model])
+def test_why_a_parameter_of_a_module_has_its_rule(library):
+    expected = {"embed": "module", "inner": "rule", "middle": "module", "lm_head": "name"}
+    overrides = {r"inner\.(kernel|weight)": "adamw"}
+    traced = [(jnp.array(1),), ()][: 1 + (library is not linen_model)]
+    for inputs in traced:
+        expected["out"] = "output" if inputs else "module"
+        params, numbers = library(*inputs, overrides=overrides)
+        rows = describe(params, muon(1e-3, weight_dimension_numbers=numbers)).rows
+        of_biases = {row.why for row in rows if row.path.endswith("bias")}
+        whys = {row.path.split(".")[0]: row.why for row in rows if len(row.shape) == 2}
+        assert (of_biases, whys) == ({"shape"}, expected)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
@@ -591,6 +654,7 @@ wte,"(2, 2)",float32,adamw,name,,embedding,0,,,,4,32
 
 def test_csv_and_notebooks():
     assert small().to_csv() == CSV
+    assert repr(small()) == TEXT.rstrip()  # In a terminal, without print.
     assert small()._repr_html_() == f"<pre style='white-space: pre'>{TEXT.rstrip()}</pre>"
     escaped = describe({"<b>": jnp.ones(2)})._repr_html_()
     assert "&lt;b&gt;" in escaped and "<b>" not in escaped

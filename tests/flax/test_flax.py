@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.core import freeze
+from flax.core import freeze, unfreeze
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
@@ -68,8 +68,13 @@ def abstract(build):
     return nnx.eval_shape(lambda: build(nnx.Rngs(0)))
 
 
-def linen_table(module, *args, **kwargs):
-    return table(linen_dimension_numbers(module, *args, **kwargs))
+def linen_numbers(module, *inputs, **options):
+    params = jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"]
+    return linen_dimension_numbers(module, *inputs, **options)(params)
+
+
+def linen_table(module, *inputs, **options):
+    return table(linen_numbers(module, *inputs, **options))
 
 
 def attention(prefix):
@@ -501,9 +506,9 @@ class Adapted(nn.Module):
 
 
 def test_adapters_in_linen():
-    numbers = linen_dimension_numbers(
-        nn.Sequential([Adapted(), nn.relu]), jnp.ones((1, 8)), overrides={r"w$": "adamw"}
-    )["layers_0"]
+    model = nn.Sequential([Adapted(), nn.relu])
+    numbers = linen_numbers(model, jnp.ones((1, 8)), overrides={r"w$": "adamw"})
+    numbers = numbers["layers_0"]
     assert numbers == {"w": None, "w_lora_a": MATRIX, "w_lora_b": MATRIX}
 
 
@@ -728,6 +733,12 @@ def test_parameters_of_another_model():
     numbers = nnx_dimension_numbers(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"'mlp\.kernel' is no nnx\.Param of the model"):
         numbers({"mlp": {"kernel": jnp.ones((2, 3))}})
+    numbers = linen_dimension_numbers(nn.Dense(3), jnp.ones((1, 2)))
+    variables = {"params": {"kernel": jnp.ones((2, 3))}}
+    message = r"'params\.kernel' is no parameter of the module .* its parameters only"
+    with pytest.raises(ValueError, match=message):
+        numbers(variables)
+    assert numbers(variables["params"]) == {"kernel": MATRIX}
 
 
 def test_overrides_come_before_names_and_types():
@@ -778,7 +789,7 @@ def test_a_parameter_that_is_a_tuple(stacked):
     first = {r"^VmapF.*kernel\.1": Dims(0, 2)} if stacked else {}
     overrides = first | {r"^Factored_0\.kernel\.1": "matrix"}
     for given in ({"rules": rules}, {"overrides": overrides}):
-        numbers = linen_dimension_numbers(model, x, **given)
+        numbers = linen_numbers(model, x, **given)
         assert numbers["Factored_0"] == {"bias": None, "kernel": (None, MATRIX)}
         assert numbers["CheckpointFactored_0"]["kernel"] == (None, None)  # The output
         if stacked:
@@ -856,7 +867,8 @@ def test_layers_that_share_a_kernel():
 def test_frozen_parameters():
     x = jnp.ones((2, 3))
     params = freeze(nn.Dense(4).init(jax.random.key(0), x)["params"])
-    numbers = linen_dimension_numbers(nn.Dense(4), x)
+    given = linen_dimension_numbers(nn.Dense(4), x)
+    numbers = given(unfreeze(params))
     with pytest.raises(ValueError, match=r"(?s)must be a tree of.*not as FrozenDict"):
         matrix_axes(numbers, params)
     with pytest.raises(ValueError, match=r"parameters alone, variables\['params'\]"):
@@ -864,13 +876,13 @@ def test_frozen_parameters():
     with pytest.raises(ValueError, match=r"(?s)different type.*'dict'>\.$"):
         matrix_axes([MATRIX, None], {"bias": jnp.ones(4)})
     for found in (
-        freeze(numbers),
+        given(params),
         nnx_dimension_numbers(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))(params),
         by_path({"bias": "adamw"})(params),
     ):
         assert found == freeze({"bias": None, "kernel": MATRIX})
     with flax.config.temp_flip_flag("return_frozendict", True):
-        assert linen_dimension_numbers(nn.Dense(4), x) == freeze(numbers)
+        assert linen_numbers(nn.Dense(4), x) == freeze(numbers)
 
 
 @pytest.mark.extended

@@ -198,7 +198,8 @@ def adamw_kernels(numbers, end="kernel"):
 
 def of_linen(call, inputs):
     model = call if isinstance(call, nn.Module) else Model(call)
-    return adamw_kernels(linen_dimension_numbers(model, *inputs))
+    params = jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"]
+    return adamw_kernels(linen_dimension_numbers(model, *inputs)(params))
 
 
 @pytest.mark.quick_first_case

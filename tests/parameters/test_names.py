@@ -244,7 +244,9 @@ class Named(nn.Module):
 def takes_adamw(layer, name):
     """Whether the layer's only parameter does, by the function for its library."""
     if layer.startswith("nn."):
-        numbers = linen_dimension_numbers(Named(layer, name), jnp.ones((1, 5, 5, 4)))
+        model, x = Named(layer, name), jnp.ones((1, 5, 5, 4))
+        params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+        numbers = linen_dimension_numbers(model, x)(params)
         return set(jax.tree.leaves(numbers, is_leaf=is_resolvable)) == {None}
     built = LAYERS[layer](nnx.Rngs(0))
     if layer.startswith("nnx."):
