@@ -21,7 +21,14 @@ from orscale_jax import (
 )
 from orscale_jax.audit.certificate import certify
 from tests.audit import silent_faults
-from tests.audit.silent_faults import AXES, FAULTS, NUMBERS, SHAPES, SPECS
+from tests.audit.silent_faults import (
+    AXES,
+    FAULTS,
+    NUMBERS,
+    SHAPES,
+    SPECS,
+    newton_schulz,
+)
 from tests.runs import AUTO, EXPLICIT, RELATIVES, mesh_of
 from tests.test_recipes import built, page, table  # noqa: F401  A fixture.
 
@@ -133,6 +140,38 @@ def test_in_the_dtypes_of_the_parameters():
             max(x) for x in zip(*(x.errors for x in certificate.rows), strict=True)
         )
         assert in_float32 < 1e-3 and is_exact == (own < 1e-3)
+
+
+def test_narrow_products_of_parameters_in_float32():
+    """What rounding does is measured, and a fault beside it is found."""
+
+    def grown(updates, params):
+        many = jax.sharding.get_abstract_mesh().size > 1
+        return jax.tree.map(lambda u: u * (1 + 0.3 * many), updates)
+
+    def narrow(grads, params):
+        return {"w": newton_schulz(grads["w"].astype(jnp.float16)).astype(jnp.float32)}
+
+    optimizer, broken = optax.stateless(narrow), optax.stateless(grown)
+    mesh = mesh_of({"data": 4, "tensor": 2})
+    params = abstract(mesh, {"w": (4, 32, 48)}, {"w": P(None, "tensor", "data")})
+    [row] = assert_same_on(mesh, optimizer, params).rows
+    assert max(row.errors) > 1e-3
+    [row] = certify(optax.chain(optimizer, broken), params, mesh, {}).rows
+    assert row.cause.startswith("it is 1.3 times as large")
+
+
+@pytest.mark.extended
+def test_an_update_that_rounding_decides():
+    """As SOAP's, which begins with eigenvectors of singular matrices."""
+
+    def chaotic(g):
+        many = jax.sharding.get_abstract_mesh().size > 1
+        return jnp.sin(1e6 * g * (1 + many * 1e-5))
+
+    optimizer = optax.stateless(lambda grads, params: jax.tree.map(chaotic, grads))
+    with pytest.raises(AssertionError, match="rounding decides it, on one device"):
+        assert_same_on(mesh_of({"data": 8}), optimizer, {"w": jnp.zeros((8, 16))})
 
 
 @pytest.mark.extended
