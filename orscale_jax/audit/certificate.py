@@ -351,7 +351,8 @@ def _compared(
 ) -> tuple[list[float], _Differences]:
     """The largest error of each leaf, and the update that has it if it needs a cause."""
     weights, *grads = arrays
-    runs = zip(on_mesh.updates(weights, grads), on_one.updates(weights, grads))
+    chains = on_mesh, on_one
+    runs = zip(*(x.updates(weights, grads) for x in chains), strict=True)
     errors, moved = [0.0] * len(weights), [0] * len(weights)
     differences: _Differences = {}
     left = _UPDATES
