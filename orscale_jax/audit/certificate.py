@@ -210,8 +210,7 @@ def certify(
     specs = [
         x.spec if isinstance(x, NamedSharding) else PartitionSpec() for x in shardings
     ]
-    ours = [x for x in running.devices.flat if x.process_index == jax.process_index()]
-    first = np.reshape(ours[:1], (1,) * running.devices.ndim)
+    first = np.reshape(running.local_devices[:1], (1,) * running.devices.ndim)
     single = Mesh(first, running.axis_names, axis_types=running.axis_types)
     chain_on = functools.partial(_Chain, optimizer, structure, specs)
     # A mesh may be there to compile for it only.
@@ -333,9 +332,10 @@ class _Chain:
                 return self.update.lower(*self.arguments).compile()
         except Exception as error:  # Whatever a foreign update raises.
             raise ValueError(
-                f"on {self.mesh.size} devices the optimizer does not run: {error}\nIf it "
-                "closes over a mesh, call assert_same_on with the function that makes it "
-                "from a mesh."
+                f"on {self.mesh.size} devices the optimizer does not run: "
+                f"{type(error).__name__}: {error}\nIf it closes over a mesh, call "
+                "assert_same_on with the function that makes it from a mesh. If its "
+                "update needs other arguments, bind them with functools.partial."
             ) from error
 
 

@@ -116,6 +116,8 @@ def test_no_false_alarm_for_a_recipe(page, name):  # noqa: F811
     optimizer, _ = built(page, name)
     params = jax.eval_shape(page["init"], jax.random.key(0))
     if name == "kimi_k2":  # QK-Clip wants the logits.
+        with pytest.raises(ValueError, match="arguments, bind them with functools"):
+            assert_same_on(mesh_of({"data": 8}), optimizer, params)
         tokens = jax.ShapeDtypeStruct((4, 9), int)
         _, logits = jax.eval_shape(page["loss"], params, tokens)
         logits = jax.tree.map(lambda x: np.full(x.shape, 200.0, x.dtype), logits)
@@ -188,6 +190,17 @@ def test_a_fault_in_narrow_dtypes_only():
         "only in the parameters' dtypes: a"
     }
     assert {row.errors for row in certificate.rows} == {(0.0, 1.0)}
+
+
+@pytest.mark.extended
+def test_a_cast_on_the_mesh_only():
+    def cast(g):
+        many = jax.sharding.get_abstract_mesh().size > 1
+        return g.astype(jnp.bfloat16).astype(g.dtype) if many else g
+
+    optimizer = optax.stateless(lambda grads, params: jax.tree.map(cast, grads))
+    with pytest.raises(AssertionError, match="a narrow dtype: a cast, or a narrow sum"):
+        assert_same_on(mesh_of({"data": 8}), optimizer, {"w": jnp.zeros((8, 16))})
 
 
 @pytest.mark.extended

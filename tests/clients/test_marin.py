@@ -1,4 +1,4 @@
-"""marin's Muon: as the benchmark of a step calls it, and as its configuration makes it."""
+"""marin's Muon, as the benchmark of a step calls it and as its configuration makes it."""
 
 import jax
 import jax.numpy as jnp
@@ -50,5 +50,7 @@ def test_its_update_on_a_mesh_is_that_of_one_device(kind):
     shapes |= {"w_up_gate": (8, 32, 32), "w_down": (4, 16, 32)}
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     optimizer = GrugMuonConfig(learning_rate=0.01, warmup=2).build(6)
-    certificate = assert_same_on(mesh_of({"data": 4, "model": 2}, kind), optimizer, params)
+    certificate = assert_same_on(
+        mesh_of({"data": 4, "model": 2}, kind), optimizer, params
+    )
     assert max(max(row.errors) for row in certificate.rows) > 1e-3
