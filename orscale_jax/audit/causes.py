@@ -48,6 +48,8 @@ def cause_of(
         return "devices that hold the same entries have different updates of them"
     if not found.any() or not wanted.any():
         return f"it moves on {'the mesh' if found.any() else 'one device'} only"
+    if _close(found, wanted):
+        return "it is off by a few digits of a narrow dtype: a cast, or a narrow sum"
     if (factor := _factor(found, wanted)) is not None:
         shard = shards[0][1].shape
         causes = _causes_of_factor(factor, found.shape, shard, counts)

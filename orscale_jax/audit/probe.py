@@ -159,7 +159,7 @@ def draw(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[..., jax
 
 
 def runnable(optimizer: Any, grads: PyTree, state: Any, params: PyTree) -> Any:
-    """Its ``update``. What needs the loss is given that of a linear model."""
+    """Its ``update``, or its error. What needs a loss is given that of a linear model."""
 
     def loss(grads: PyTree, params: PyTree) -> Any:
         products = jax.tree.map(lambda g, p: jnp.sum(g * p).real, grads, params)
@@ -177,17 +177,20 @@ def runnable(optimizer: Any, grads: PyTree, state: Any, params: PyTree) -> Any:
             return update
         except Exception as error:  # Whatever a foreign update raises.
             errors.append(error)
-    raise ValueError(
-        "the probe calls optimizer.update(gradients, state, params), which raised "
-        f"{type(errors[0]).__name__}: {errors[0]}\nPass probe=False, or an optimizer "
-        "that needs no other arguments."
-    ) from errors[0]
+    raise errors[0]
 
 
 def _update_of(optimizer: Any, grads: PyTree, params: PyTree) -> _Update:
     """Its ``update``, compiled, with the root mean squares."""
     state = optimizer.init(params)  # Not traced: it sees the shardings.
-    update = runnable(optimizer, grads, state, params)
+    try:
+        update = runnable(optimizer, grads, state, params)
+    except Exception as error:
+        raise ValueError(
+            "the probe calls optimizer.update(gradients, state, params), which raised "
+            f"{type(error).__name__}: {error}\nPass probe=False, or an optimizer that "
+            "needs no other arguments."
+        ) from error
 
     def measured(grads: PyTree, state: Any, params: PyTree) -> Any:
         updates, state = update(grads, state, params)

@@ -21,7 +21,14 @@ from orscale_jax import (
 )
 from orscale_jax.audit.certificate import certify
 from tests.audit import silent_faults
-from tests.audit.silent_faults import AXES, FAULTS, NUMBERS, SHAPES, SPECS
+from tests.audit.silent_faults import (
+    AXES,
+    FAULTS,
+    NUMBERS,
+    SHAPES,
+    SPECS,
+    newton_schulz,
+)
 from tests.runs import AUTO, EXPLICIT, RELATIVES, mesh_of
 from tests.test_recipes import built, page, table  # noqa: F401  A fixture.
 
@@ -109,6 +116,8 @@ def test_no_false_alarm_for_a_recipe(page, name):  # noqa: F811
     optimizer, _ = built(page, name)
     params = jax.eval_shape(page["init"], jax.random.key(0))
     if name == "kimi_k2":  # QK-Clip wants the logits.
+        with pytest.raises(ValueError, match="arguments, bind them with functools"):
+            assert_same_on(mesh_of({"data": 8}), optimizer, params)
         tokens = jax.ShapeDtypeStruct((4, 9), int)
         _, logits = jax.eval_shape(page["loss"], params, tokens)
         logits = jax.tree.map(lambda x: np.full(x.shape, 200.0, x.dtype), logits)
@@ -135,6 +144,38 @@ def test_in_the_dtypes_of_the_parameters():
         assert in_float32 < 1e-3 and is_exact == (own < 1e-3)
 
 
+def test_narrow_products_of_parameters_in_float32():
+    """What rounding does is measured, and a fault beside it is found."""
+
+    def grown(updates, params):
+        many = jax.sharding.get_abstract_mesh().size > 1
+        return jax.tree.map(lambda u: u * (1 + 0.3 * many), updates)
+
+    def narrow(grads, params):
+        return {"w": newton_schulz(grads["w"].astype(jnp.float16)).astype(jnp.float32)}
+
+    optimizer, broken = optax.stateless(narrow), optax.stateless(grown)
+    mesh = mesh_of({"data": 4, "tensor": 2})
+    params = abstract(mesh, {"w": (4, 32, 48)}, {"w": P(None, "tensor", "data")})
+    [row] = assert_same_on(mesh, optimizer, params).rows
+    assert max(row.errors) > 1e-3
+    [row] = certify(optax.chain(optimizer, broken), params, mesh, {}).rows
+    assert row.cause.startswith("it is 1.3 times as large")
+
+
+@pytest.mark.extended
+def test_an_update_that_rounding_decides():
+    """As SOAP's, which begins with eigenvectors of singular matrices."""
+
+    def chaotic(g):
+        many = jax.sharding.get_abstract_mesh().size > 1
+        return jnp.sin(1e6 * g * (1 + many * 1e-5))
+
+    optimizer = optax.stateless(lambda grads, params: jax.tree.map(chaotic, grads))
+    with pytest.raises(AssertionError, match="rounding decides it, on one device"):
+        assert_same_on(mesh_of({"data": 8}), optimizer, {"w": jnp.zeros((8, 16))})
+
+
 @pytest.mark.extended
 def test_a_fault_in_narrow_dtypes_only():
     def update(grads, state, params=None):
@@ -149,6 +190,17 @@ def test_a_fault_in_narrow_dtypes_only():
         "only in the parameters' dtypes: a"
     }
     assert {row.errors for row in certificate.rows} == {(0.0, 1.0)}
+
+
+@pytest.mark.extended
+def test_a_cast_on_the_mesh_only():
+    def cast(g):
+        many = jax.sharding.get_abstract_mesh().size > 1
+        return g.astype(jnp.bfloat16).astype(g.dtype) if many else g
+
+    optimizer = optax.stateless(lambda grads, params: jax.tree.map(cast, grads))
+    with pytest.raises(AssertionError, match="a narrow dtype: a cast, or a narrow sum"):
+        assert_same_on(mesh_of({"data": 8}), optimizer, {"w": jnp.zeros((8, 16))})
 
 
 @pytest.mark.extended

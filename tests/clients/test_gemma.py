@@ -14,8 +14,9 @@ import numpy as np
 from gemma import gm
 from kauldron import kd
 
-from orscale_jax import muon, orscale
+from orscale_jax import assert_same_on, muon, orscale
 from tests.clients.pages import run_page
+from tests.runs import mesh_of
 
 STEPS, SAVED = 6, 3
 
@@ -90,7 +91,10 @@ def test_gemma_trains_sharded_and_resumes(lora, make, options, page, tmp_path):
     if lora:
         tx = kd.optim.partial_updates(optimizer, mask=kd.optim.select("lora"))
     whole = trainer(tx, lora, tmp_path / "whole", STEPS)
-    start = jax.tree.map(np.array, whole.init_state().params)
+    params = whole.init_state().params  # Each is sharded over all devices.
+    certificate = assert_same_on(mesh_of({"devices": 8}), whole.optimizer, params)
+    assert certificate.bytes_sent
+    start = jax.tree.map(np.array, params)
     end, _ = whole.train()
     assert loss_of(whole, end.params) < loss_of(whole, start)
     pairs = zip(

@@ -11,8 +11,9 @@ pytestmark = pytest.mark.client
 if not importlib.util.find_spec("keras"):
     pytest.skip("make clients installs it", allow_module_level=True)
 
-from orscale_jax import muon
+from orscale_jax import assert_same_on, muon
 from tests.clients.pages import run_page
+from tests.runs import AUTO, EXPLICIT, mesh_of
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +76,10 @@ def test_its_steps_are_those_of_optax_and_its_weights_file_has_the_state(page, t
     again.load_weights(tmp_path / "it.weights.h5")
     assert_close(again.trainable_variables, params)
     assert_close(again.optimizer.state, state)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_its_update_on_a_mesh_is_that_of_one_device(page, kind):
+    optimizer = page["Muon"](weight_dimension_numbers=page["numbers"]).make(0.01)
+    mesh = mesh_of({"fsdp": 4, "tensor": 2}, kind)
+    assert assert_same_on(mesh, optimizer, page["params"]).bytes_sent

@@ -23,10 +23,13 @@ from levanter.distributed import DistributedConfig
 from levanter.models import lm_model
 from levanter.models.llama import LlamaConfig
 from levanter.optim.config import AdamConfig
+from levanter.optim.muon import MuonConfig
 from levanter.tracker import NoopConfig
 from levanter.trainer import Trainer, TrainerConfig, initialize
 
+from orscale_jax import assert_same_on
 from tests.clients.pages import run_page
+from tests.runs import mesh_of
 
 STEPS, SAVED = 6, 3
 VOCAB = hax.Axis("vocab", 64)
@@ -157,3 +160,19 @@ def test_levanter_trains_and_resumes(config, tmp_path, monkeypatch):
         jax.tree.leaves(whole.opt_state), jax.tree.leaves(resumed.opt_state), strict=True
     ):
         np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [lambda: AdamConfig, lambda: MuonConfig, config_of_the_page],
+    ids=["adam", "their-muon", "muon"],
+)
+def test_an_update_on_a_mesh_is_that_of_one_device(config):
+    mesh = mesh_of({"replica": 1, "data": 4, "model": 2})
+    axes = {"embed": "data"} | dict.fromkeys(("mlp", "kv_head", "vocab"), "model")
+    build = lambda: LLAMA.build(VOCAB, key=jax.random.PRNGKey(0))  # noqa: E731
+    with jax.set_mesh(mesh), hax.axis_mapping(axes):
+        model = hax.named_jit(lambda: hax.shard(build()), axis_resources=axes)()
+        optimizer = config()(learning_rate=0.01, warmup=2).build(STEPS)
+        certificate = assert_same_on(mesh, optimizer, model)
+    assert certificate.bytes_sent

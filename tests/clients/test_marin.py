@@ -1,4 +1,4 @@
-"""marin's Muon as the benchmark of a step calls it."""
+"""marin's Muon, as the benchmark of a step calls it and as its configuration makes it."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,11 @@ import pytest
 pytestmark = pytest.mark.client
 pytest.importorskip("levanter.optim.grugmuon", reason="make clients installs it")
 
+from levanter.optim.grugmuon import GrugMuonConfig
+
 from examples.benchmarks.contenders import MARIN, installed_peers
+from orscale_jax import assert_same_on
+from tests.runs import AUTO, EXPLICIT, mesh_of
 
 
 def jordan(gradient):
@@ -37,3 +41,16 @@ def test_first_step(shape):
     )
     assert error < 0.1  # All of it is in bfloat16; with another table, 0.2.
     assert step["w"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_its_update_on_a_mesh_is_that_of_one_device(kind):
+    """It multiplies in bfloat16, also of parameters in float32."""
+    shapes = {"up": (16, 48), "down": (48, 16), "embed": (64, 16), "norm": (16,)}
+    shapes |= {"w_up_gate": (8, 32, 32), "w_down": (4, 16, 32)}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    optimizer = GrugMuonConfig(learning_rate=0.01, warmup=2).build(6)
+    certificate = assert_same_on(
+        mesh_of({"data": 4, "model": 2}, kind), optimizer, params
+    )
+    assert max(max(row.errors) for row in certificate.rows) > 1e-3

@@ -17,7 +17,8 @@ import numpyro.distributions as dist
 from numpyro.infer import SVI, Trace_ELBO
 from numpyro.infer.autoguide import AutoIAFNormal
 
-from orscale_jax import muon, orscale
+from orscale_jax import assert_same_on, muon, orscale
+from tests.runs import mesh_of
 
 
 def data():
@@ -59,3 +60,11 @@ def test_most_fits_get_as_far_as_those_of_adam():
     optimizers = [optax.adam, optax.contrib.muon, muon, orscale]
     adam, *medians = (np.median(fits(make(0.01), 100, 16)[:, -1]) for make in optimizers)
     assert max(medians) < 1.3 * adam
+
+
+@pytest.mark.parametrize("make", [muon, orscale])
+def test_its_update_on_a_mesh_is_that_of_one_device(make):
+    svi = SVI(regression, AutoIAFNormal(regression), make(0.01), Trace_ELBO())
+    params = svi.get_params(svi.init(jax.random.key(0), *data()))
+    mesh = mesh_of({"fsdp": 3, "tensor": 2})  # Matrices of 21 × 21 and 21 × 42.
+    assert assert_same_on(mesh, make(0.01), params).bytes_sent

@@ -12,7 +12,8 @@ if not importlib.util.find_spec("optimistix"):
 
 import optimistix
 
-from orscale_jax import family, muon, orscale
+from orscale_jax import assert_same_on, family, muon, orscale
+from tests.runs import mesh_of
 
 TARGET = jnp.arange(6.0).reshape(2, 3) / 6
 
@@ -30,3 +31,5 @@ def test_it_minimizes(make):
     found = optimistix.minimise(loss, solver, start, max_steps=300, throw=False).value
     assert loss(found, None) < 0.3 * loss(start, None)
     assert np.linalg.norm(found["bias"]) < 0.3
+    mesh = mesh_of({"fsdp": 2, "tensor": 3})
+    assert assert_same_on(mesh, solver.optim, start).bytes_sent

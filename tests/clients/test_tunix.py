@@ -20,7 +20,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 from tunix.models.qwen3.model import ModelConfig, Qwen3
 from tunix.sft import peft_trainer, utils
 
-from orscale_jax import describe, muon, orscale
+from orscale_jax import assert_same_on, describe, muon, orscale
 from orscale_jax.flax import nnx_dimension_numbers
 
 
@@ -164,6 +164,7 @@ def test_the_same_on_a_mesh(make, options, tmp_path):
     assert mu and all(x.sharding.is_equivalent_to(up.sharding, 2) for x in mu)
     # A sum in another order may move an 8-bit code of the momentum by one.
     equal(*models, 1e-3)
+    assert assert_same_on(mesh, trainer.optimizer, models[-1]).bytes_sent
 
 
 def test_the_table_of_the_page():
