@@ -56,7 +56,7 @@ def of_monic_form(
     start = Start(jnp.asarray(arithmetic.scale * x, dtype))
     # Not compiled: XLA may leave out roundings.
     form = monic_newton_schulz.__wrapped__
-    q = form(start, settings.rows, restarts, scales, arithmetic)
+    [q] = form([start], settings.rows, restarts, scales, arithmetic)
     return np.asarray(q, np.float64), max(arithmetic.sizes)
 
 
