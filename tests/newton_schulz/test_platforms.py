@@ -133,22 +133,14 @@ def test_chunks_with_small_gram_matrices_of_one_size_and_form_share_a_turn(monke
 
     monkeypatch.setattr(stacks, "newton_schulz", record)
     platform = dataclasses.replace(TPU, limits=Limits(0, 1024, joint_grams=3 * 4 * 4))
-    shapes = (
-        (1, 2, 8),
-        (2, 4, 8),
-        (1, 4, 4),
-        (16, 4),
-        (4, 4, 7),
-        (4, 9),
-        (1, 4, 64),
-        (1, 4, 8),
-    )
+    wide = [(2, 4, 8), (16, 4), (4, 4, 7), (4, 9), (1, 4, 8), (1, 4, 64), (1, 4, 8)]
+    shapes = [(1, 2, 8), (1, 4, 4), *wide]
+    columns = ["a group" if shape == (4, 9) else None for shape in shapes]
     xs = [jnp.ones(shape, FLOAT) for shape in shapes]
-    columns = [None if shape != (4, 9) else "a group" for shape in shapes]
     results = polar_in_chunks(platform, xs, columns)
-    assert [q.shape for q in results] == [*shapes]
-    of_four = [(2, 4, 8), (16, 4)], [(4, 4, 7)], [(4, 9)], [(1, 4, 64)], [(1, 4, 8)]
-    assert turns == [*of_four, [(1, 4, 4)], [(1, 2, 8)]]
+    assert [q.shape for q in results] == shapes
+    alone = [[shape] for shape in (*wide[2:], (1, 4, 4), (1, 2, 8))]
+    assert turns == [wide[:2], *alone]
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 1), (2, 1, 3)])
