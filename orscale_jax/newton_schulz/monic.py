@@ -78,6 +78,8 @@ def _in_one_batch(xs: Sequence[jax.Array]) -> jax.Array:
 
 def _apart(batch: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     """Invert :func:`_in_one_batch`, to arrays of the shapes of ``like``."""
+    if len(like) == 1:
+        return [batch]
     ends = itertools.accumulate(math.prod(x.shape[:-2]) for x in like[:-1])
     parts = jnp.split(batch, [*ends])
     return [part.reshape(x.shape) for part, x in zip(parts, like, strict=True)]
@@ -86,7 +88,7 @@ def _apart(batch: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
 def _segment(
     factor: Any, phi: Any, rows: Table, add: Callable[..., Any], mix: Any
 ) -> tuple[Any, Any]:
-    r"""The w and ω of the steps between two restarts, where x becomes :math:`x + wx/ω`.
+    r"""The w and ω of the steps between two restarts, from the factor F.
 
     For X = γx, with the Gram matrix R, these are stored, and their scales are numbers of
     Python: F = φR, y = ψY and w = ωW, where
