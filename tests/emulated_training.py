@@ -48,7 +48,7 @@ def emulated(once: bool) -> optax.GradientTransformation:
         x = arithmetic.scale * m / jnp.linalg.norm(m)
         start = Start(x.astype(FLOAT16))
         form = monic_newton_schulz.__wrapped__
-        q = form(start, settings.rows, settings.restarts, scales, arithmetic)
+        [q] = form([start], settings.rows, settings.restarts, scales, arithmetic)
         return q.astype(m.dtype)
 
     return optax.stateless(lambda updates, _: jax.tree.map(q, updates))

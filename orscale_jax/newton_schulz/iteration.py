@@ -112,6 +112,7 @@ def newton_schulz(
     starts = [precondition(x, settings.preconditioning, of_x) for x, of_x in pairs]
     by_gram = [is_cheaper(*of_x.whole_shape(x)) for x, of_x in pairs]
     qs, unrolled = [start.x for start in starts], {}
+    joint: dict[Any, list[int]] = {}
     plain = tuple(range(1, int(settings.steps))) if settings.is_static else ()
     for i, arithmetic in enumerate(arithmetics):
         # A loop would copy the operands that it carries.
@@ -126,7 +127,12 @@ def newton_schulz(
             unrolled[i] = restarts
         else:
             given = settings.rows, restarts, scales, arithmetic
-            qs[i] = monic_newton_schulz(starts[i], *given)
+            shorter = min(arithmetic.whole_shape(xs[i]))
+            joint.setdefault((shorter, given), []).append(i)
+    for (_, given), members in joint.items():
+        factors = monic_newton_schulz([starts[i] for i in members], *given)
+        for i, q in zip(members, factors, strict=True):
+            qs[i] = q
     if unrolled:
         rows: Any = _of_scaled(settings.rows, arithmetics[0].scale)
         # Also under jit, None is known while tracing, and 0 is not.

@@ -11,10 +11,11 @@ so that every array is another one plus a multiple of a product, :math:`C + \bet
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from orscale_jax.newton_schulz.arithmetic import Arithmetic, Start
@@ -30,20 +31,19 @@ _LARGEST = 2.0**15
 # Jitted, so that leaves of one shape are traced once.
 @functools.partial(jax.jit, static_argnames=("rows", "restarts", "scales", "arithmetic"))
 def monic_newton_schulz(
-    start: Start,
+    starts: Sequence[Start],
     rows: Table,
     restarts: tuple[int, ...],
     scales: Scales,
     arithmetic: Arithmetic,
-) -> jax.Array:
-    """Newton–Schulz on preconditioned matrices, by the scales of :func:`monic_scales`."""
-    x, gram = start
-    wide = arithmetic.is_wide(x)
+) -> list[jax.Array]:
+    """Newton–Schulz on preconditioned matrices, by the scales of :func:`monic_scales`.
 
-    def add(c: jax.Array, beta: float, left: jax.Array, right: jax.Array) -> jax.Array:
-        # Tall matrices are iterated like their transposes, but not transposed.
-        first, second = (left, right) if wide else (right, left)
-        return arithmetic.add_product(c, beta, first, second)
+    The shorter sides of all arrays have one length. Their Gram matrices go through the
+    steps in one batch.
+    """
+    xs, grams = ([*each] for each in zip(*starts, strict=True))
+    add = arithmetic.add_product
 
     def mix(w: jax.Array, beta: float, y: jax.Array) -> jax.Array:
         sums = w.astype(arithmetic.accumulator) + beta * y.astype(arithmetic.accumulator)
@@ -53,18 +53,42 @@ def monic_newton_schulz(
     segments = itertools.pairwise([0, *restarts, len(rows)])
     for (i, j), (lift, g) in zip(segments, scales, strict=True):
         if lift != 1:
-            x, gain = x * np.asarray(lift, x.dtype), gain / lift
-        gram = arithmetic.gram(x) if gram is None else gram
-        factor = arithmetic.round(g * gram)
-        x, gram = _segment(x, factor, g / gain**2, rows[i:j], add, mix), None
+            xs, gain = [x * np.asarray(lift, x.dtype) for x in xs], gain / lift
+        factors = [
+            arithmetic.round(g * (arithmetic.gram(x) if gram is None else gram))
+            for x, gram in zip(xs, grams, strict=True)
+        ]
+        factor = _in_one_batch(factors)
+        w, omega = _segment(factor, g / gain**2, rows[i:j], add, mix)
+        # Tall matrices are iterated like their transposes, but not transposed.
+        xs = [
+            add(x, 1 / omega, *((of_x, x) if arithmetic.is_wide(x) else (x, of_x.mT)))
+            for x, of_x in zip(xs, _apart(w, factors), strict=True)
+        ]
+        grams = [None] * len(xs)
         gain *= math.prod(a for a, _, _ in rows[i:j])
-    return gain * x.astype(arithmetic.accumulator)
+    return [gain * x.astype(arithmetic.accumulator) for x in xs]
+
+
+def _in_one_batch(xs: Sequence[jax.Array]) -> jax.Array:
+    if len(xs) == 1:
+        return xs[0]
+    return jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in xs])
+
+
+def _apart(batch: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """Invert :func:`_in_one_batch`, to arrays of the shapes of ``like``."""
+    if len(like) == 1:
+        return [batch]
+    ends = itertools.accumulate(math.prod(x.shape[:-2]) for x in like[:-1])
+    parts = jnp.split(batch, [*ends])
+    return [part.reshape(x.shape) for part, x in zip(parts, like, strict=True)]
 
 
 def _segment(
-    x: Any, factor: Any, phi: Any, rows: Table, add: Callable[..., Any], mix: Any
-) -> Any:
-    r"""The steps between two restarts: x becomes :math:`(I + W)x`.
+    factor: Any, phi: Any, rows: Table, add: Callable[..., Any], mix: Any
+) -> tuple[Any, Any]:
+    r"""The w and ω of the steps between two restarts, from the factor F.
 
     For X = γx, with the Gram matrix R, these are stored, and their scales are numbers of
     Python: F = φR, y = ψY and w = ωW, where
@@ -94,7 +118,7 @@ def _segment(
         if k < len(rows):
             half = add(factor, 1 / psi, factor, y)
             factor, phi = add(half, 1 / psi, half, y), phi / (a * a)
-    return add(x, 1 / omega, w, x)
+    return w, omega
 
 
 @functools.lru_cache(maxsize=256)
@@ -143,5 +167,6 @@ def _largest(rows: Table, x: np.ndarray, gain: float, phi: np.ndarray) -> np.nda
         found.extend([beta, left * right, result := c + beta * left * right])
         return result
 
-    _segment(x, factor, phi, rows, add, lambda w, beta, y: w + beta * y)
+    w, omega = _segment(factor, phi, rows, add, lambda w, beta, y: w + beta * y)
+    add(x, 1 / omega, w, x)
     return np.max([np.abs(each).max(axis=-1) * np.ones(len(phi)) for each in found], 0)

@@ -41,6 +41,8 @@ class Limits(NamedTuple):
     # The number of chunks whose products are interleaved: while one product runs, the
     # operands of the next are fetched.
     interleave: int = 1
+    # The most entries of Gram matrices of several chunks that go through in one batch.
+    joint_grams: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Platform:
         limits = self.limits
         if stack_bytes is not None:
             chunk_bytes = min(stack_bytes, limits.chunk_bytes)
-            limits = Limits(stack_bytes, chunk_bytes, interleave=limits.interleave)
+            limits = Limits(stack_bytes, chunk_bytes, None, *limits[3:])
         dtype = settings.dtype or self.dtype
         return dataclasses.replace(self, dtype=dtype, limits=limits, settings=settings)
 
@@ -169,10 +171,12 @@ CPU = Platform(
     normalizes="matrix",
     by_strips=True,
 )
-# Launching a kernel takes a GPU time, and every array between two kernels memory.
+# Launching a kernel takes a GPU time, and every array between two kernels memory. An H100
+# computes 132 tiles of a product at once. Gram matrices that take no more share a batch:
+# copying larger ones into one would take longer than it saves.
 GPU = Platform(
     _FLOAT16,
-    Limits(stack_bytes=2**28, chunk_bytes=2**27),
+    Limits(stack_bytes=2**28, chunk_bytes=2**27, joint_grams=132 * 128 * 256),
     H100,
     normalizes="stack",
     adds_products=True,

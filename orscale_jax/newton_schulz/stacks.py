@@ -7,6 +7,7 @@ another, and saves only compile time; the leaves in a stack are limited, since X
 compiles one kernel for each position in it.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,8 @@ import numpy as np
 
 from orscale_jax.newton_schulz.fusion import by_rows
 from orscale_jax.newton_schulz.iteration import newton_schulz, one_by_one
-from orscale_jax.newton_schulz.platforms import Platform
+from orscale_jax.newton_schulz.platforms import Limits, Platform
+from orscale_jax.newton_schulz.restarts import is_cheaper
 from orscale_jax.sharding import typed_sharding
 
 
@@ -38,8 +40,9 @@ class StackKey(NamedTuple):
 def on_one_device(platform: Platform, xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Polar factors of arrays ``(*batch, m, n)``, in the platform's dtype."""
     packed = platform.pack(xs)
-    stack_bytes, _, stack_length, _ = platform.limits
-    plan = plan_stacks([StackKey.of(x) for x in packed], stack_bytes, stack_length)
+    limits = platform.limits
+    keys = [StackKey.of(x) for x in packed]
+    plan = plan_stacks(keys, limits.stack_bytes, limits.stack_length)
     stacks = stack(packed, plan)
     if platform.normalizes == "stack":
         stacks = platform.normalized([*map(by_rows, stacks)])
@@ -105,7 +108,7 @@ def polar_in_chunks(
     already holds a part of these. ``columns`` are, for each array, the devices that hold
     the other columns of its matrices; None for whole matrices.
     """
-    iteration, (_, chunk_bytes, _, interleave) = platform.iteration, platform.limits
+    iteration, limits = platform.iteration, platform.limits
     if platform.normalizes == "matrix":
         return [one_by_one(x, iteration, on) for x, on in zip(xs, columns, strict=True)]
     qs: list[list[jax.Array]] = [[] for _ in xs]
@@ -114,19 +117,46 @@ def polar_in_chunks(
         # Along the first axis; 0 if one entry exceeds the limit, and has batch axes.
         each, length = x.size // len(x) * x.dtype.itemsize, len(x)
         divisible = x.ndim > 2 and not typed_sharding.is_sharded(x)
-        if divisible and length * each > chunk_bytes:
-            length = max(int(x.ndim == 3), chunk_bytes // each)
-        if len(x) > interleave * length:
+        if divisible and length * each > limits.chunk_bytes:
+            length = max(int(x.ndim == 3), limits.chunk_bytes // each)
+        if len(x) > limits.interleave * length:
             qs[i] = [_in_a_loop(platform, x, length)]
         else:
             chunks += [(i, x[at : at + length]) for at in range(0, len(x), length)]
-    for at in range(0, len(chunks), interleave):
-        turn = chunks[at : at + interleave]
+    for turn in _turns(chunks, columns, limits):
         of_turn = [columns[i] for i, _ in turn]
         results = newton_schulz([chunk for _, chunk in turn], iteration, of_turn)
         for (i, _), q in zip(turn, results, strict=True):
             qs[i].append(q)
     return [some[0] if len(some) == 1 else jnp.concatenate(some) for some in qs]
+
+
+def _turns(
+    chunks: Sequence[tuple[int, jax.Array]], columns: Sequence[Any], limits: Limits
+) -> list[list[tuple[int, jax.Array]]]:
+    """The chunks that go through Newton–Schulz together."""
+    if not limits.joint_grams:
+        each = limits.interleave
+        return [[*chunks[at : at + each]] for at in range(0, len(chunks), each)]
+
+    def form(chunk: tuple[int, jax.Array]) -> tuple[int, bool]:
+        m, n = sorted(chunk[1].shape[-2:])
+        return m, is_cheaper(m, n)
+
+    turns: list[list[tuple[int, jax.Array]]] = []
+    for (m, _), alike in itertools.groupby(sorted(chunks, key=form, reverse=True), form):
+        room = 0.0
+        for i, x in alike:
+            grams = math.prod(x.shape[:-2]) * m * m
+            share = max(grams / limits.joint_grams, x.nbytes / limits.chunk_bytes)
+            if columns[i] is not None or typed_sharding.is_sharded(x):
+                share = math.inf  # Alone.
+            if share > room:
+                turns.append([])
+                room = 1.0
+            turns[-1].append((i, x))
+            room -= share
+    return turns
 
 
 def _in_a_loop(platform: Platform, x: jax.Array, length: int) -> jax.Array:

@@ -56,7 +56,7 @@ def of_monic_form(
     start = Start(jnp.asarray(arithmetic.scale * x, dtype))
     # Not compiled: XLA may leave out roundings.
     form = monic_newton_schulz.__wrapped__
-    q = form(start, settings.rows, restarts, scales, arithmetic)
+    [q] = form([start], settings.rows, restarts, scales, arithmetic)
     return np.asarray(q, np.float64), max(arithmetic.sizes)
 
 
@@ -147,6 +147,25 @@ def test_errors_that_bfloat16_would_have():
         assert figures[-1] < limit * before
         assert largest(q).max() < 1.05 * largest(expected).max()
     print(f"bfloat16: {before:.3f}, {figures[0]:.3f}, {figures[1]:.3f}")  # With -s.
+
+
+def test_arrays_in_one_batch_have_the_factors_of_each_alone():
+    """Of wide and tall matrices, with and without batch axes."""
+    settings = NewtonSchulz.of(5, "polar_express", FLOAT16, "frobenius")
+    arithmetic, rng = Emulated(FLOAT16), np.random.default_rng(0)
+    scales = monic_scales(settings.rows, settings.restarts, arithmetic.scale)
+
+    def factors(starts):
+        form = monic_newton_schulz.__wrapped__
+        return form(starts, settings.rows, settings.restarts, scales, arithmetic)
+
+    starts = []
+    for shape in ((3, 8, 24), (40, 8), (2, 2, 8, 32), (1, 16, 8)):
+        x = rng.normal(size=shape)
+        x *= arithmetic.scale / np.linalg.norm(x, axis=(-2, -1), keepdims=True)
+        starts.append(Start(jnp.asarray(x, FLOAT16)))
+    for start, q in zip(starts, factors(starts), strict=True):
+        np.testing.assert_array_equal(q, factors([start])[0])
 
 
 @pytest.mark.extended

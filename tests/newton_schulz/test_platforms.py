@@ -123,6 +123,26 @@ def test_chunks(max_bytes, interleave, monkeypatch):
         np.testing.assert_array_equal(result, x + 1)
 
 
+def test_chunks_with_small_gram_matrices_of_one_size_and_form_share_a_turn(monkeypatch):
+    """Up to three Gram matrices of 4×4, and 1024 bytes; column shards are alone."""
+    turns = []
+
+    def record(chunks, *_):
+        turns.append([x.shape for x in chunks])
+        return chunks
+
+    monkeypatch.setattr(stacks, "newton_schulz", record)
+    platform = dataclasses.replace(TPU, limits=Limits(0, 1024, joint_grams=3 * 4 * 4))
+    wide = [(2, 4, 8), (16, 4), (4, 4, 7), (4, 9), (1, 4, 8), (1, 4, 64), (1, 4, 8)]
+    shapes = [(1, 2, 8), (1, 4, 4), *wide]
+    columns = ["a group" if shape == (4, 9) else None for shape in shapes]
+    xs = [jnp.ones(shape, FLOAT) for shape in shapes]
+    results = polar_in_chunks(platform, xs, columns)
+    assert [q.shape for q in results] == shapes
+    alone = [[shape] for shape in (*wide[2:], (1, 4, 4), (1, 2, 8))]
+    assert turns == [wide[:2], *alone]
+
+
 @pytest.mark.parametrize("lengths", [(1,), (1, 1), (2, 1, 3)])
 def test_join_in_place_concatenates(lengths):
     rng = np.random.default_rng(0)
