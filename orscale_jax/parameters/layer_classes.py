@@ -32,7 +32,7 @@ _NET = r"(?!.*\b(proj\w*|linear|dense|fc\d*|conv\d*|net|mod(ulation)?)\b)"
 # Words that name an embedding or a head anywhere in a key, and those that end its name.
 _TABLE = re.compile(
     r"embed|\b(wte|wpe|emb|vocab|logits)\d*\b"
-    rf"|^{_NET}(?!.*\b(ffn?|ff|mixer)\b).*\b(tok|pos)\d*\b"
+    rf"|^{_NET}(?!.*\b(ffn?|ff|mlp\d*|mixer)\b).*\b(tok|pos)\d*\b"
 )
 _HEAD = re.compile(r"\b(?<!multi )(head|classifier)\d*( \d+)*( (w|kernel|weights?))?$")
 _OUTPUT = re.compile(rf"{_HEAD.pattern}|unembed|\b(logits|vocab|output embed)")
