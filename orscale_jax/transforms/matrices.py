@@ -292,11 +292,8 @@ def on_parameters(
         dtype = compute_dtype((grads, weights))
 
         def widened(leaf: Any) -> Any:
-            if jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-                return jnp.asarray(leaf, dtype)
-            # NumPy's arrays may have dtypes that JAX does not have.
-            of_numpy = isinstance(leaf, np.ndarray | np.generic)
-            return jnp.asarray(leaf) if of_numpy else leaf
+            floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+            return jnp.asarray(leaf, dtype) if floating else leaf
 
         def cast(leaf: jax.Array, update: Any, param: Any) -> jax.Array:
             if keep_dtypes:
