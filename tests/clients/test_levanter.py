@@ -1,6 +1,7 @@
 """Levanter's own Trainer: a tiny Llama trains, and resumes from its checkpoint."""
 
 import dataclasses
+import functools
 import importlib.util
 import inspect
 import time
@@ -49,6 +50,7 @@ LLAMA = LlamaConfig(
 )
 
 
+@functools.cache  # Its class is registered once.
 def config_of_the_page():
     names = {"__name__": __name__, "MODEL_CONFIG": LLAMA, "VOCAB": VOCAB}
     return run_page("trainers.md", **names)["MuonConfig"]
