@@ -129,19 +129,23 @@ class Arithmetic:
     def add_product(
         self, c: jax.Array, beta: float, x: jax.Array, y: jax.Array
     ) -> jax.Array:
-        """C + βXY in float16, by one kernel of a GPU, whose sums are float32.
+        """C + βXY in float16, by one kernel of a GPU, whose sums and β are float32.
 
-        XLA fuses an addition with a product if the product has the dtype of the other
-        array, and that array is none that it would compute in the same kernel.
+        XLA fuses an addition with a product if the multiple of the product has the dtype
+        of the other array, and that array is none that it would compute in that kernel.
         """
         product = jax.lax.platform_dependent(
             x,
             y,
             # Not F16_F16_F32, which exports to several platforms refuse.
-            cuda=lambda x, y: self._dot(x, y, (-2, -1), Precision.DEFAULT, self.dtype),
-            default=lambda x, y: self.product(x, y).astype(self.dtype),
+            cuda=lambda x, y: self._dot(
+                x, y, (-2, -1), Precision.DEFAULT, self.accumulator
+            ),
+            default=self.product,
         )
-        return jax.lax.optimization_barrier(c + jnp.asarray(beta, self.dtype) * product)
+        # β in float16 would make it another polynomial.
+        multiple = (jnp.asarray(beta, product.dtype) * product).astype(self.dtype)
+        return jax.lax.optimization_barrier(c + multiple)
 
     def whole_shape(self, x: jax.Array) -> tuple[int, int]:
         """``(m, n)`` of the matrices, including the columns on other devices."""

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -35,12 +36,12 @@ class Emulated(Arithmetic):
         return super().product(x.astype(jnp.float32), y.astype(jnp.float32), axes)
 
     def add_product(self, c, beta, x, y):
-        beta, product = jnp.asarray(beta, self.dtype), self.product(x, y)
+        multiple = jnp.float32(beta) * self.product(x, y)
         if self.once:
-            result = (c.astype(jnp.float32) + beta * product).astype(self.dtype)
+            result = (c.astype(jnp.float32) + multiple).astype(self.dtype)
         else:
-            result = c + beta * product.astype(self.dtype)
-        for each in (beta, product, beta.astype(jnp.float32) * product, result):
+            result = c + multiple.astype(self.dtype)
+        for each in (self.product(x, y), multiple, result):
             self.sizes.append(float(jnp.abs(each).max()))
         return result
 
@@ -125,13 +126,22 @@ def test_errors_beside_those_of_float32_sums(shape, bases):
     before = errors(of_float32_sums(x), expected).mean()
     top = largest(expected).max()
     figures = []
-    for once, limit in ((True, 1.3), (False, 1.8)):
+    for once, limit in ((True, 1.7), (False, 2.2)):
         q, _ = of_monic_form(x, once=once)
         error, most = errors(q, expected).mean(), largest(q).max() / top
         assert error < limit * before
-        assert most < 1.05
+        assert most - 1 < 0.05
         figures.append(f"{error:.4f} {most:.3f}")
     print(f"{shape[0]}x{shape[1]}: {before:.4f}, {', '.join(figures)}")  # With -s.
+
+
+def test_errors_on_a_gaussian_matrix():
+    """With constants in float16 it would be 0.0055: that is another polynomial."""
+    x = np.random.default_rng(0).normal(size=(256, 256)).astype(ml_dtypes.bfloat16)
+    expected = exact(x.astype(np.float64) / np.linalg.norm(x.astype(np.float64)))
+    error = np.linalg.norm(on_a_gpu(x, FLOAT16) - expected) / np.linalg.norm(expected)
+    print(f"256x256, Gaussian: {error:.4f}")  # With -s.
+    assert error < 0.0035
 
 
 @pytest.mark.extended
@@ -141,11 +151,11 @@ def test_errors_that_bfloat16_would_have():
     expected = exact(x)
     before = errors(of_float32_sums(x, bfloat16), expected).mean()
     figures = []
-    for once, limit in ((True, 1.1), (False, 1.4)):
+    for once, limit in ((True, 1.6), (False, 1.9)):
         q, _ = of_monic_form(x, once=once, dtype=bfloat16)
         figures.append(errors(q, expected).mean())
         assert figures[-1] < limit * before
-        assert largest(q).max() < 1.05 * largest(expected).max()
+        assert largest(q).max() / largest(expected).max() - 1 < 0.05
     print(f"bfloat16: {before:.3f}, {figures[0]:.3f}, {figures[1]:.3f}")  # With -s.
 
 
@@ -182,20 +192,31 @@ def test_no_number_overflows_and_nothing_explodes(name, plain, once):
         restarts = tuple(range(1, steps)) if plain else None
         for x in (wide, wide.mT, wide[..., :16] / 2):
             q, number = of_monic_form(x, name, steps, once, restarts)
-            assert number < LARGEST / 1.9
-            assert largest(q).max() < 1.05 * limit.max()
+            assert number < LARGEST / 1.2  # The scales keep below LARGEST / 2.
+            assert largest(q).max() / limit.max() - 1 < 0.05
 
 
 @pytest.mark.parametrize("name, steps", [("polar_express", 5), ("jordan", 10)])
 @pytest.mark.parametrize("preconditioning", ["frobenius", "aol"])
-def test_results_do_not_depend_on_the_scale(name, steps, preconditioning):
-    x = np.random.default_rng(0).normal(size=(3, 16, 64))
-    q = on_a_gpu(x, FLOAT16, name, steps, preconditioning)
-    wide = on_a_gpu(x, np.dtype(np.float32), name, steps, preconditioning)
-    np.testing.assert_allclose(q, wide, atol=0.02)
-    for scale in (1e-30, 1e30):
-        found = on_a_gpu(scale * x, FLOAT16, name, steps, preconditioning)
-        np.testing.assert_allclose(found, q, atol=0.02)
+def test_the_scale_changes_what_is_rounded_and_nothing_else(name, steps, preconditioning):
+    """GPUs round matrices to bfloat16 first, which powers of two do not change."""
+    x = np.random.default_rng(0).normal(size=(3, 16, 64)).astype(np.float32)
+
+    def of(x):
+        return on_a_gpu(x, FLOAT16, name, steps, preconditioning)
+
+    for power in (2.0**-100, 2.0**100):
+        np.testing.assert_array_equal(of(np.float32(power) * x), of(x))
+    for scale in (1, 3, 1e-30, 1e30):
+        scaled = np.float32(scale) * x
+        rounded = scaled.astype(ml_dtypes.bfloat16).astype(np.float64)
+        rounded /= np.linalg.norm(rounded, axis=(1, 2), keepdims=True)
+        if preconditioning == "aol":
+            rounded /= np.sqrt(np.abs(rounded @ rounded.mT).sum(-1, keepdims=True))
+        expected = exact(rounded, name, steps)
+        off = np.linalg.norm(of(scaled) - expected, axis=(1, 2))
+        # At most 0.036 for 133 triples of such matrices.
+        assert (off / np.linalg.norm(expected, axis=(1, 2))).mean() < 0.05
 
 
 def test_large_matrices_keep_their_digits_after_many_steps():
