@@ -189,7 +189,7 @@ class TestHyperball:
         keys = jax.random.split(jax.random.key(1), 1000)
         _, seen = jax.lax.scan(step, (params, optimizer.init(params)), keys)
         norms = np.linalg.norm(np.asarray(seen, np.float64), axis=(2, 3))
-        assert np.abs(norms / before - 1).max() < 1e-6
+        assert np.abs(norms / before - 1).max() < 3e-6
         assert (np.linalg.norm(seen[-1] - params["w"], axis=(1, 2)) > before / 2).all()
 
     @pytest.mark.parametrize("rate", [0.0, 1e-3, 0.5])

@@ -130,6 +130,7 @@ def test_along_the_axes_of_layers_heads_and_blocks():
     assert kinds(only, {"layers": params["layers"]}) == "layers:orthogonal"
 
 
+@pytest.mark.compiled
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_sharded_parameters(kind):

@@ -151,6 +151,7 @@ def test_flops_of_products(product, flops):
     assert flops_in(main(operands, f"%c = f32[4,8,16] {product}")) == flops
 
 
+@pytest.mark.compiled
 def test_a_compiled_program():
     mesh = jax.make_mesh((8,), ("data",))
     spec = P(None, "data", None)
@@ -177,6 +178,7 @@ def test_a_compiled_program():
     ]
 
 
+@pytest.mark.compiled
 def test_flops_without_loops_are_xlas_own():
     def program(x):
         y = jnp.einsum("bij,bkj->bik", x, x)

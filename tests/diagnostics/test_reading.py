@@ -284,6 +284,7 @@ def test_nothing_is_sent_to_the_host_and_nothing_compiled_again():
     assert step._cache_size() == 1
 
 
+@pytest.mark.compiled
 def test_a_donated_step_deletes_no_reading():
     optimizer, params = orscale(0.1), jax.tree.map(jnp.array, TREE)
     state = optimizer.init(params)

@@ -56,6 +56,7 @@ def sent(fn, *args):
     )
 
 
+@pytest.mark.compiled
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("case", CUTS)
 def test_codes_and_scales_are_those_of_one_device(case):

@@ -99,6 +99,7 @@ def test_other_optimizers_are_exported(name):
     assert exported.platforms == PLATFORMS
 
 
+@pytest.mark.compiled
 def test_exported_programs_of_gpus_lack_the_constraints_of_layouts_alone():
     """A program that is compiled here keeps them; so do its values and derivatives."""
     x = random_tree(0)["down"]
@@ -147,6 +148,7 @@ def test_symbolic_shapes():
         jax.export.export(jax.jit(polar_factor))(abstract)
 
 
+@pytest.mark.compiled
 def test_a_mesh_without_devices():
     """AbstractMesh: programs for more devices than there are, exported or lowered."""
     mesh = AbstractMesh((64,), ("fsdp",), (AUTO,))

@@ -89,6 +89,7 @@ def of_matrices():
     )
 
 
+@pytest.mark.compiled
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]

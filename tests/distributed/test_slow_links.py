@@ -277,6 +277,7 @@ def assert_polar_factors(found):
             np.testing.assert_allclose(shard.data, q[shard.index], atol=2e-5)
 
 
+@pytest.mark.compiled
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [EXPLICIT, AUTO])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -330,6 +331,7 @@ PARTS = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [EXPLICIT, AUTO])
 @pytest.mark.parametrize("case", PARTS)

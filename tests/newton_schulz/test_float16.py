@@ -47,7 +47,7 @@ def distance(x, y):
 @pytest.mark.parametrize("preset", ["polar_express", "jordan", "dion"])
 @pytest.mark.parametrize("shape", [(48, 160), (160, 48), (64, 64)])
 def test_errors_beside_those_of_bfloat16(shape, preset):
-    """Smaller on the whole; where larger, by less than 2 % of an orthogonal matrix."""
+    """Smaller on the whole; where larger, by less than 2.5 % of an orthogonal matrix."""
     m, n = sorted(shape)
     x = np.stack(list(adversaries(m, n).values()))
     x = x if shape == (m, n) else x.mT
@@ -56,8 +56,8 @@ def test_errors_beside_those_of_bfloat16(shape, preset):
         np.linalg.norm(on_a_gpu(x, dtype, preset) - expected, axis=(1, 2))
         for dtype in (FLOAT16, BFLOAT16)
     )
-    assert (of_float16 <= of_bfloat16 + 0.02 * np.sqrt(m)).all()
-    assert of_float16.sum() < 0.85 * of_bfloat16.sum()
+    assert ((of_float16 - of_bfloat16) / np.sqrt(m)).max() < 0.025
+    assert 1 - of_float16.sum() / of_bfloat16.sum() > 0.15
 
 
 @pytest.mark.quick_first_case
@@ -74,7 +74,7 @@ def test_nothing_overflows(steps, preconditioning):
         # At 1, the end of its interval, the polynomial is steep.
         difference = np.linalg.norm(q - expected, ord=2, axis=(1, 2))
         # 0.01 with float32 polynomials, times the margin of test_monic.py.
-        assert difference.max() < (1.8 * 0.01 if steps == 1 else 0.2)
+        assert difference.max() < (2.5 * 0.01 if steps == 1 else 0.2)
     settings = NewtonSchulz(5, coefficient_table("dion"), "frobenius", FLOAT16)
     assert settings.arithmetic().scale ** 2 < LARGEST / 2
 

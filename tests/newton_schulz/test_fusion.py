@@ -30,12 +30,14 @@ def program(fn, *args, platform="cuda"):
     return jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
+@pytest.mark.compiled
 def test_a_stack_holds_no_more_than_a_kernel_concatenates():
     text = program(fuse_small_on_gpu, [jnp.ones(())] * 300)
     sizes = re.findall(r"stablehlo\.optimization_barrier .* tensor<(\d+)xf32>", text)
     assert sizes == ["127", "127", "49"]
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("arrays", "platform"),
     [
@@ -51,6 +53,7 @@ def test_what_is_left_alone(arrays, platform):
     assert "concatenate" not in text and "optimization_barrier" not in text
 
 
+@pytest.mark.compiled
 def test_what_is_on_a_mesh_is_left_alone():
     with jax.set_mesh(mesh_of({"data": 1}, EXPLICIT)):
         text = program(fuse_small_on_gpu, [jnp.ones((2, 2))] * 3)
@@ -63,6 +66,7 @@ def trees():
     return [tree(seed, shapes=shapes) for seed in (0, 1)]
 
 
+@pytest.mark.compiled
 def test_a_large_matrix_has_no_stack_and_small_ones_do():
     params, grads = trees()
     optimizer = orscale(0.01)
@@ -116,6 +120,7 @@ def test_arrays_of_several_shapes_and_dtypes(as_on_gpus):
         assert value.dtype == x.dtype
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("platform", "count", "pairs"), [("cuda", 9 + 4, 9 + 4), ("cpu", 12, 24)]
 )
@@ -128,6 +133,7 @@ def test_a_gpu_finishes_arrays_of_one_shape_together(platform, count, pairs, mon
     assert len(re.findall(r"stablehlo\.reduce\(", text)) == count
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(("platform", "count"), [("cuda", 2), ("cpu", 4)])
 def test_a_gpu_reads_pairs_of_small_matrices_once(platform, count, monkeypatch):
     monkeypatch.setattr(fusion, "_IN_ONE_KERNEL", 12)
@@ -161,6 +167,7 @@ def test_a_step_is_the_same(monkeypatch):
     assert_close(end(), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.compiled
 def test_a_gpu_reduces_few_times_for_many_leaves(monkeypatch):
     """Two a leaf: the entries of M̃, and the norms of D and W at once; two a stack."""
     monkeypatch.setattr(fusion, "_IN_ONE_KERNEL", 12)

@@ -276,9 +276,9 @@ def test_the_polar_factor_of_large_matrices(shape):
 
 
 def test_the_polynomial_is_multiplied_from_the_left():
-    """From the right, bfloat16 without restarts reaches 60."""
+    """From the right, bfloat16 without restarts reaches 60, and from the left 3."""
     q = gram(adversaries(64, 256), "polar_express", 5, (), "bfloat16")
-    assert np.linalg.norm(q, ord=2, axis=(1, 2)).max() < 4
+    assert np.linalg.norm(q, ord=2, axis=(1, 2)).max() < 6
 
 
 @pytest.mark.extended

@@ -164,6 +164,7 @@ def matrices():
     return jax.tree.map(lambda x: 1e15 * x, tree(0, shapes=SHAPES))
 
 
+@pytest.mark.compiled
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [None, AUTO, EXPLICIT])
 def test_one_row_of_the_table_decides_the_dtype_of_a_platform(kind, monkeypatch):

@@ -113,7 +113,7 @@ def test_clipped_heads_end_at_the_threshold(enable_x64, key_heads, position, alp
     gamma = np.minimum(1, threshold / per_head(before))
     assert (gamma < 1).sum() == HEADS // 2
     found = attention_logits(as_numpy(after), position)
-    np.testing.assert_allclose(found, gamma[:, None, None] * before, rtol=1e-12)
+    np.testing.assert_allclose(found, gamma[:, None, None] * before, 1e-12, 1e-12)
     np.testing.assert_allclose(per_head(found)[gamma < 1], threshold, rtol=1e-12)
     np.testing.assert_allclose(found[gamma == 1], before[gamma == 1], rtol=1e-12)
     np.testing.assert_allclose(state.qk_clip_factor, gamma, rtol=1e-6)

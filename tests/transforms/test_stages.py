@@ -68,7 +68,7 @@ def test_orthogonalize_keeps_sharding_types():
             with jax.set_mesh(mesh):
                 q, _ = jax.jit(stage.update)(sharded, optax.EmptyState())
             assert jax.typeof(q) == jax.typeof(sharded)
-            np.testing.assert_allclose(q, expected, atol=1e-5)
+            np.testing.assert_allclose(q, expected, atol=2e-5)
 
 
 def test_orthogonalize_leaves_masked_leaves_alone():

@@ -117,6 +117,7 @@ def test_products_in_blocks_are_those_of_ragged_dot(sizes, monkeypatch):
     )
 
 
+@pytest.mark.compiled
 def test_an_accelerator_takes_ragged_dot_and_a_cpu_blocks():
     arguments = jnp.ones((256, 8)), jnp.ones((4, 8, 8)), jnp.full(4, 64)
     traced = jax.jit(experts.grouped_product).trace(*arguments)

@@ -74,6 +74,7 @@ def test_a_step_keeps_the_dtypes_of_its_state(config, param_dtype, compute_dtype
     assert_keeps_its_state(setup, accumulation=2 if config is TINY else 1)
 
 
+@pytest.mark.compiled
 @pytest.mark.extended
 def test_a_compiled_step_stays_on_its_device_and_reuses_its_state(mesh):
     setup = setup_of(TINY, mesh)

@@ -123,14 +123,39 @@ def finished_run(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
     return out, data
 
 
-def start(options: list[str]) -> subprocess.Popen:
-    """The command in a process of its own, in which every warning is an error."""
+# The command, which waits before it writes the row of a step until a file exists.
+HELD = """
+import pathlib, sys, time
+from examples.pretrain import __main__ as command
+from examples.pretrain.operation import run
+
+def held(interval, *rest, check=run.check_finite):
+    while interval.step >= {step} and not pathlib.Path({until!r}).exists():
+        time.sleep(0.01)
+    check(interval, *rest)
+
+run.check_finite = held
+sys.exit(command.main())
+"""
+
+
+def start(
+    options: list[str], hold: tuple[int, pathlib.Path] | None = None
+) -> subprocess.Popen:
+    """The command in a process of its own, in which every warning is an error.
+
+    With `hold`, a step and a file, it does not write that step's row before the file
+    exists: what a test does to a run in its middle then meets it there on any machine.
+    """
+    program = ["-m", "examples.pretrain"]
+    if hold is not None:
+        program = ["-c", HELD.format(step=hold[0], until=str(hold[1]))]
     compiled = {
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "examples.pretrain", *options],
+        [sys.executable, "-W", "error", *program, *options],
         cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cpu"} | compiled,
         stdout=subprocess.PIPE,
