@@ -2,7 +2,7 @@
 
     python -m tests.mutants               # all of them
     python -m tests.mutants 3 7           # some
-    python -m tests.mutants --sample 12   # those whose turn it is today
+    python -m tests.mutants --sample 12   # as many, which follow from the commit
 
 A mutant is a copy of the tree with one expression replaced; it is caught if the tests
 named beside it in mutants.csv fail. `make mutants` runs all, `.ci/run` a sample.
@@ -11,10 +11,10 @@ named beside it in mutants.csv fail. `make mutants` runs all, `.ci/run` a sample
 import argparse
 import ast
 import csv
-import datetime
 import functools
 import os
 import pathlib
+import random
 import re
 import shutil
 import subprocess
@@ -22,6 +22,8 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
+
+from tests.commit import commit_number
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Tests read the pages, too: without them a mutant would only seem to be caught.
@@ -144,12 +146,12 @@ def survives(number: int) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.mutants")
     parser.add_argument("numbers", type=int, nargs="*", help="which of them")
-    parser.add_argument("--sample", type=int, metavar="N", help="N, others each day")
+    parser.add_argument("--sample", type=int, metavar="N", help="N, by the commit")
     given = parser.parse_args()
     numbers = given.numbers or range(1, len(MUTANTS) + 1)
-    if given.sample:  # Those of the next day follow, so that all come.
-        start = datetime.date.today().toordinal() * given.sample
-        numbers = [(start + i) % len(MUTANTS) + 1 for i in range(given.sample)]
+    if given.sample:
+        draw = random.Random(commit_number())
+        numbers = sorted(draw.sample(numbers, given.sample))
     with ThreadPoolExecutor(AT_ONCE) as pool:
         survived = list(pool.map(survives, numbers))
     survivors = [n for n, missed in zip(numbers, survived, strict=True) if missed]

@@ -44,6 +44,18 @@ def test_type_information_is_shipped():
     assert importlib.resources.files(orscale_jax).joinpath("py.typed").is_file()
 
 
+def test_readme_names_the_two_commands_near_its_top():
+    """Both are targets of the Makefile, and CI runs the tests by the same command."""
+    top, _, _ = (ROOT / "README.md").read_text().partition("\n## ")
+    commands = re.findall(r"^\| `make ([\w-]+)` \|", top, re.MULTILINE)
+    assert commands == ["demo", "test"]
+    makefile = (ROOT / "Makefile").read_text()
+    for target in commands:
+        assert re.search(rf"^{target}: .* ## ", makefile, re.MULTILINE), target
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert "make test" in lines
+
+
 def test_only_dependencies_are_imported():
     # In a separate process: this one has imported the extras already.
     program = """
