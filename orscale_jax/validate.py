@@ -31,10 +31,6 @@ _OTHER_NAMES = {
 _PAIRS = {"betas": ("adam_b1", "adam_b2")}  # What has two names here.
 # Arguments of other functions.
 _ELSEWHERE = {
-    "head_size": (
-        "it is an argument of by_path and of nnx_dimension_numbers: pass "
-        "weight_dimension_numbers=by_path({}, head_size=...)."
-    ),
     "weight_dimension_numbers": (
         "it is an argument of the optimizer: muon(rate, weight_dimension_numbers=...)."
     ),

@@ -208,7 +208,7 @@ ON_THE_HOST = {
     "by_path": lambda now: orscale_jax.by_path({"bias": "adamw"})(now.params),
     "state_shardings": lambda now: orscale_jax.state_shardings(OPTIMIZER, PLACED),
     "polar_express_coefficients": lambda now: orscale_jax.polar_express_coefficients(),
-    "layer_classes": lambda now: diagnostics.layer_classes(now.params),
+    "layer_names": lambda now: diagnostics.layer_names(now.params),
     "tabulate": lambda now: diagnostics.tabulate(now.reading),
     "find_problems": lambda now: diagnostics.find_problems(now.reading),
     "convert_state": lambda now: orscale_jax.convert_state(  # Of a job that goes on.

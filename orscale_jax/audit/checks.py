@@ -10,31 +10,41 @@ import numpy as np
 from orscale_jax.audit.description import ParameterRow
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import MODULE, OUTPUT
-from orscale_jax.parameters.heads import DIVIDED
-from orscale_jax.parameters.layer_classes import (
+from orscale_jax.parameters.kinds import (
     EMBEDDING_OR_HEAD,
     VECTORS,
     in_words,
     is_embedding_or_head,
-    module_and_array,
 )
 from orscale_jax.trees.names import Path, dotted, keys_on, without_names
 
-_FUSED_CLASS = re.compile(r"attention (qkvo?|kv)|.*gate up")
-# Names say what a class does not: layers of class "other", and latent attention, whose
-# projections are fused in their own way.
-_UNKNOWN = re.compile(r"other|attention latent.*")
+# Of latent attention, kv a and kv down are one matrix.
 _FUSED = re.compile(
-    r"\b(q?kv|qkv[a-z]+|fused)\b|(^|\.)net[ .]0\.proj(\.|$)"
-    r"|(^|\.)(c attn|in proj( ba)?|(x|bc|bcdt) proj|gate up( proj)?)(\.|$)"
+    r"\b(w?q?kvo?|qkv[a-z]+|fused|query key value|key value)\b(?! (a|down)\b)"
+    r"|(^|\.)net[ .]0\.proj(\.|$)"
+    r"|\b(gate (and )?up|up (and )?gate|gating einsum|w1[23])\b"
+    r"|(^|\.)(c attn|w pack|att proj|in proj( ba)?|(x|bc|bcdt) proj)(\.|$)"
 )
-_ROUTER = re.compile(r"\b(router|gating)\b|\bgate\d*( \d+)*(\.|$)")
+_UP = re.compile(r"\b(up|wi|w1|fc ?(in|\d)?|c fc|lin(ear)? ?1|intermediate)\b")
+_ROUTER = re.compile(r"\b(router|gating)\b(?! (einsum|linear))|\bgate\d*( \d+)*(\.|$)")
+# Beside the gate of a gated MLP.
+_GATED = re.compile(r"\bup\b|^wi\b|^(w3|v1|value linear|fc 2)$")
 _TABLE = re.compile(r"\b(output|out|table|lookup|codebook)\b")
 _LORA = re.compile(r"\blora\b")
 # Embeddings that no head undoes.
 _NO_VOCABULARY = re.compile(r"\b(pos\w*|wpe|time\w*|type|patch|relative)\b|\btokens?$")
 _PARTS = (2, 3, 4)  # Of a fused projection: keys and values; queries too; the output too.
 _THIN = 16
+# Last keys that say nothing about the layer.
+_ARRAY = re.compile(r"kernel|weights?|w|dense|layer|base layer")
+
+
+def _module(path: Any) -> Path:
+    """The keys of a module, or of an array without one, in words."""
+    keys = in_words(path)
+    while len(keys) > 1 and _ARRAY.fullmatch(keys[-1]):
+        keys = keys[:-1]
+    return keys
 
 
 class Checks:
@@ -49,9 +59,9 @@ class Checks:
     ) -> None:
         """Collect it from leaves, axes of matrices, classes and reasons for rules."""
         self.shapes = {path: np.shape(leaf) for path, leaf in leaf_of.items()}
-        self.axes, self.classes = axes_of, class_of
+        self.axes = axes_of
         # Modules by their keys in words, and the paths of all parameters below each.
-        self.modules = {path: module_and_array(path)[0] for path in leaf_of}
+        self.modules = {path: _module(path) for path in leaf_of}
         self.below: dict[Path, list[Any]] = collections.defaultdict(list)
         # Embeddings that a head may have the length of, by their number of rows.
         self.vocabularies: dict[int, str] = {}
@@ -79,14 +89,12 @@ class Checks:
         """Why a leaf of matrices, or a block of it, may be something else."""
         keys, name = keys_on(path), ".".join(in_words(path))
         axes, shape, layer = self.axes[path], self.shapes[path], row.layer_class
-        unknown = layer == "other"
+        unknown = layer in ("other", "matrix")
         if layer in EMBEDDING_OR_HEAD | VECTORS:
             yield f"{layer}?"
-        if (
-            _FUSED_CLASS.fullmatch(layer)
-            or (_UNKNOWN.fullmatch(layer) and _FUSED.search(name))
-            or (layer.endswith(" up") and self._is_twice_as_wide(path, row))
-        ):
+        module = self.modules[path][-1:]
+        up = any(map(_UP.search, module))
+        if _FUSED.search(name) or (up and self._is_twice_as_wide(path, row)):
             # Blocks or a batch axis divide it, but not one that all neighbours have as
             # well, of layers or experts.
             beside = [self.shapes[other] for other in self._beside(path)]
@@ -96,9 +104,10 @@ class Checks:
                 for axis in axes.batch
             ):
                 yield "fused?"
-        # A gated MLP has another projection beside its gate.
-        gate = unknown or (layer == "mlp gate" and not any(self._beside(path)))
-        if layer == "router" or (gate and _ROUTER.search(name)):
+        depth = len(self.modules[path]) - 1
+        neighbours = {self.modules[other][depth] for other in self._beside(path)}
+        router = _ROUTER.search(name) and not any(map(_GATED.search, neighbours))
+        if router:
             yield "router?"
         long = [size for size in (row.m, row.n) if size in self.vocabularies]
         # Only near the root: deeper, "out" is an ordinary projection.
@@ -112,26 +121,24 @@ class Checks:
             yield "no name"
         # All that stands beside a leaf of two axes is stacked along its first one.
         if (
-            layer != "router"
+            not router
             and len(shape) == 2
             and all(self.shapes[x][:1] == shape[:1] for x in self._beside(path))
             and any(0 in self.axes[x].batch for x in self._beside(path) if x in self.axes)
         ):
             yield "stack of vectors?"
         longer = max(row.m, row.n) // max(1, min(row.m, row.n))
-        expected = {"router"} | EMBEDDING_OR_HEAD | VECTORS
-        if layer in DIVIDED and np.prod(row.batch_shape) > 1:
-            expected |= {layer}  # The heads, which are longer than they are wide.
-        if longer >= _THIN and layer not in expected and not _LORA.search(name):
+        # Heads, of which there are many, are longer than they are wide.
+        expected = router or not unknown or np.prod(row.batch_shape) > 1
+        if longer >= _THIN and not expected and not _LORA.search(name):
             yield f"{longer} times as long"
         if 1 in row.batch_shape:
             yield "batch of one"
 
     def _is_twice_as_wide(self, path: Any, row: ParameterRow) -> bool:
         """Whether a projection up makes two numbers for each that its down one takes."""
-        down = row.layer_class.removesuffix("up") + "down"
         for other in self._beside(path):
-            if self.classes[other] == down and (axes := self.axes.get(other)):
+            if axes := self.axes.get(other):
                 shape = np.asarray(self.shapes[other])
                 wide, out = (
                     int(shape[list(x)].prod()) for x in (axes.rows, axes.columns)

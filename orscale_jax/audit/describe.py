@@ -35,7 +35,7 @@ from orscale_jax.newton_schulz.stacks import StackKey, plan_stacks
 from orscale_jax.optimizers import orscale
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import UndecidedError
-from orscale_jax.parameters.layer_classes import layer_classes
+from orscale_jax.parameters.kinds import kind_of
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import ADAMW, MATRIX, compute_dtype
 from orscale_jax.transforms.stages import Scale
@@ -157,7 +157,7 @@ def describe(
     certificate = None
     if probe and mesh is not None:
         certificate = certify(optimizer, params, mesh, axes_of)
-    class_of = leaves_by_path(layer_classes(params))
+    class_of = {path: kind_of(path) for path in leaf_of}
     why_of = {path: kept.why for path, kept in state.kept.items()}
     checks = Checks(leaf_of, axes_of, class_of, why_of)
     rows, planned = [], [list[ParameterRow]() for _ in stages]

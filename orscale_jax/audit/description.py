@@ -13,7 +13,7 @@ import numpy as np
 
 from orscale_jax.audit.certificate import Certificate
 from orscale_jax.audit.plan import Group, Plan
-from orscale_jax.parameters.expressions import matching
+from orscale_jax.parameters.path_rules import matching
 from orscale_jax.trees.names import merged
 
 _NAMES_WIDTH = 72  # Of the names shown for a group, which are one at least.
@@ -34,8 +34,8 @@ class ParameterRow:
         ``"refused"``, an error, until the optimizer gets dimension numbers for it.
       parameters: The number of its entries.
       state_bytes: Bytes of optimizer state that belong to it; None if it is refused.
-      layer_class: The class of its layer, such as "attention key", by its name:
-        :func:`orscale_jax.diagnostics.layer_classes`.
+      layer_class: What its name says: "embedding", "head", "norm", "scale", "bias" or
+        "other".
       label: Its label in :func:`optax.partition`, such as ``"frozen"``; those of nested
         partitions are joined by ``/``. If several groups keep no state, the state does
         not tell which of them has a parameter: ``"frozen or sgd"``. Empty without a

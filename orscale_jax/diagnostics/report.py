@@ -27,11 +27,6 @@ from orscale_jax.diagnostics.problems import Problem, find_problems
 # What can be told apart in a figure, and read in a table.
 MAX_STEPS, MAX_CLASSES, EXTREMES, MAX_AUDIT_ROWS = 240, 14, 40, 300
 OTHERS = "all other classes"
-# Words of class names in the order in which a block uses what they name.
-PLACES = (
-    ("attention", "mlp", "router", "shared", "routed", "convolution", "other"),
-    ("query", "key", "value", "output", "up", "gate", "down"),
-)
 # Below this standard deviation of log r̂, the ratios are one learning rate.
 UNIFORM_SPREAD = 0.02
 
@@ -146,19 +141,14 @@ def read_run(folder: pathlib.Path) -> Run:
 
 
 def _looks(classes: Any) -> dict[str, dict[str, Any]]:
-    """The line of each class, in the order in which a block uses them."""
-
-    def place(name: str) -> tuple[Any, ...]:
-        words_in = ([word in name for word in words] + [True] for words in PLACES)
-        return (name == OTHERS, *(has_word.index(True) for has_word in words_in), name)
-
+    """The line of each class, in the order in which a model has them."""
     return {
         name: {
             "color": COLORS[i % len(COLORS)],
             "ls": ("-", (0, (4, 2)))[i // len(COLORS) % 2],
             "label": name if len(name) <= 30 else name[:29] + "…",
         }
-        for i, name in enumerate(sorted(classes, key=place))
+        for i, name in enumerate(sorted(classes, key=OTHERS.__eq__))
     }
 
 

@@ -1,6 +1,7 @@
 """A reading as flat scalars for any logger, or as a table with a row for every matrix."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,10 +11,10 @@ import numpy as np
 
 from orscale_jax import validate
 from orscale_jax.diagnostics.reading import Reading, fields_of, known_leaves
-from orscale_jax.parameters.expressions import matching
+from orscale_jax.parameters.path_rules import matching
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import distinct_names
+from orscale_jax.trees.names import distinct_names, dotted
 from orscale_jax.trees.nodes import broadcast_prefix, is_function, is_masked
 
 OTHER = "other"
@@ -59,7 +60,7 @@ def summarize(
 
     Args:
       reading: From :func:`read`.
-      classes: Tree of strings like the parameters, such as :func:`layer_classes` makes,
+      classes: Tree of strings like the parameters, such as :func:`layer_names` makes,
         or a prefix of one. None: no classes.
       prefix: The beginning of all names.
       matrices: A regular expression. Matrices with a match anywhere in their names, such
@@ -251,7 +252,7 @@ def _names_of(tree: PyTree) -> list[str]:
 def classes_of(classes: PyTree | None, tree: PyTree) -> list[str]:
     """The class of each leaf; "other" where none is given."""
     if is_function(classes, _is_label):
-        validate.refuse("classes", classes, "pass a tree, such as layer_classes(params)")
+        validate.refuse("classes", classes, "pass a tree, such as layer_names(params)")
     misfit = "classes must be a tree of the parameters' structure, or a prefix of it"
     labels = broadcast_prefix(unbox(classes, _is_label), tree, misfit, _is_label)
     for label in jax.tree.leaves(labels, is_leaf=_is_label):
@@ -259,6 +260,30 @@ def classes_of(classes: PyTree | None, tree: PyTree) -> list[str]:
             validate.refuse("classes", label, "pass a tree of strings")
     # By the leaves of the tree, which may hold None beside them.
     return jax.tree.leaves(jax.tree.map(lambda _, label: label or OTHER, tree, labels))
+
+
+def layer_names(params: PyTree) -> PyTree:
+    """Name the layer of each parameter: its path, with ``*`` for all numbers.
+
+    Args:
+      params: The parameters, which may be abstract, boxed or masked.
+
+    Returns:
+      A tree like the parameters, without boxes, with a string for each leaf. Pass it as
+      ``classes`` to :func:`summarize`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax.diagnostics import layer_names
+      >>> layer_names({"blocks": [{"query": {"kernel": jnp.ones((8, 8))}}]})
+      {'blocks': [{'query': {'kernel': 'blocks.*.query'}}]}
+    """
+
+    def name(path: Any, _: Any) -> str:
+        layer = re.sub(r"\d+", "*", dotted(path))
+        return re.sub(r"\.(kernel|weight|w)$", "", layer) or OTHER
+
+    return jax.tree.map_with_path(name, unbox(params))
 
 
 def vector(leaves: list[Any]) -> jax.Array:

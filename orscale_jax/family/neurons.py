@@ -12,8 +12,15 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import validate
-from orscale_jax.arguments import MuonArguments, OrScaleArguments, takes
-from orscale_jax.optimizers import Stages, build, muon_chain, orscale_chain
+from orscale_jax.optimizers import (
+    MuonArguments,
+    OrScaleArguments,
+    Stages,
+    build,
+    muon_chain,
+    orscale_chain,
+    takes,
+)
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import Matrices, Optimizer, broadcast, compute_dtype
@@ -89,8 +96,7 @@ def normuon(h: _NorMuon) -> Optimizer:
 
     def chain(s: Stages) -> optax.GradientTransformation:
         neurons = neuron_rms_stage(h.b2, h.eps, h.norm, s.matrices)
-        q_hat = optax.chain(s.orthogonalize, neurons)
-        return muon_chain(dataclasses.replace(s, orthogonalize=q_hat))
+        return muon_chain(s, optax.chain(s.orthogonalize, neurons))
 
     return build(chain, h)
 
@@ -139,8 +145,7 @@ def orscale_on_normuon(h: _OrScaleOnNorMuon) -> Optimizer:
 
     def chain(s: Stages) -> optax.GradientTransformation:
         neurons = neuron_rms_stage(h.b2, h.neuron_eps, h.norm, s.matrices)
-        q_hat = optax.chain(s.orthogonalize, neurons)
-        return orscale_chain(dataclasses.replace(s, orthogonalize=q_hat))
+        return orscale_chain(s, optax.chain(s.orthogonalize, neurons))
 
     return build(chain, h)
 

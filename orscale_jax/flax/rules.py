@@ -11,7 +11,7 @@ from flax import linen, nnx
 from flax.core import meta
 
 from orscale_jax.parameters.dimension_numbers import Unresolved, as_tuple
-from orscale_jax.parameters.layer_classes import is_embedding_or_head
+from orscale_jax.parameters.kinds import is_embedding_or_head
 from orscale_jax.parameters.module_types import (
     Declared,
     ModuleRules,

@@ -139,10 +139,6 @@ class MatrixAxes:
         of_blocks = (entry,) if self.sizes else ()
         return (*batch[: self.block_position], *of_blocks, *batch[self.block_position :])
 
-    def of_batch(self, entries: Sequence[Any]) -> tuple[Any, ...]:
-        """The entries for the batch axes, given one for each axis; None for blocks."""
-        return self._with_blocks([entries[axis] for axis in self.batch], None)
-
     def batch_shape(self, leaf: jax.Array) -> tuple[int, ...]:
         """The shape of one entry per matrix: ``()`` for a plain matrix."""
         batch = [leaf.shape[axis] for axis in self.batch]
@@ -152,7 +148,8 @@ class MatrixAxes:
         """The sharding of an array with one entry per matrix."""
         if self.sizes and not self.has_unequal_blocks:
             return self.within.batch_sharding(self.part(leaf, 0))
-        return self.of_batch(typed_sharding.spec(leaf))
+        spec = typed_sharding.spec(leaf)
+        return self._with_blocks([spec[axis] for axis in self.batch], None)
 
     def reduce(self, fn: Callable[..., jax.Array], leaf: jax.Array) -> jax.Array:
         """``fn(matrices, axis=...)`` per matrix, of the batch shape."""

@@ -18,7 +18,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import validate
 from orscale_jax.parameters.axes import MatrixAxes
-from orscale_jax.parameters.layer_classes import Names
+from orscale_jax.parameters.kinds import takes_adamw
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import (
     Path,
@@ -267,9 +267,8 @@ def as_axis(axes: tuple[int, ...]) -> int | tuple[int, ...]:
 def default_numbers(tree: PyTree, decided: Collection[Any] = ()) -> PyTree:
     """The numbers of bare parameters by rank and name, None if ``decided`` elsewhere."""
     leaves = leaves_and_masks(tree)
-    names = Names.of(leaves)
     named = {  # Not those that their rank, or a rule, decides on.
-        names_on(path): names.take_adamw(path)
+        names_on(path): takes_adamw(path)
         for path, leaf in leaves
         if np.ndim(leaf) > 1 and names_on(path) not in decided
     }

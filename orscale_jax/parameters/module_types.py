@@ -27,11 +27,14 @@ from orscale_jax.parameters.dimension_numbers import (
     decisions,
     note_decisions,
 )
-from orscale_jax.parameters.expressions import refuse_step_count
-from orscale_jax.parameters.heads import HeadSizes
-from orscale_jax.parameters.layer_classes import Names
+from orscale_jax.parameters.kinds import (
+    in_attention,
+    says_head,
+    shows_attention,
+    takes_adamw,
+)
 from orscale_jax.parameters.output_layers import output_layers
-from orscale_jax.parameters.path_rules import Rules, resolver
+from orscale_jax.parameters.path_rules import Rules, refuse_step_count, resolver
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import Path, by_name, dotted, folded, names_on, of_shape
 
@@ -179,7 +182,6 @@ def resolved(
     leaves: Mapping[Path, Any],
     by_type: Mapping[Path, Numbers],
     overrides: Rules | None,
-    head_size: HeadSizes,
     output: Collection[Path] = (),
     shared: Mapping[Path, Sequence[Path]] = {},
 ) -> tuple[Mapping[Path, DimensionNumbers | None], Mapping[Path, str]]:
@@ -187,23 +189,24 @@ def resolved(
 
     Overrides, traced outputs, types of modules and names decide.
     """
-    names, numbers = Names.of(leaves.items()), dict(by_type)
+    numbers = dict(by_type)
+    alone = shows_attention(path[0] for path in leaves if path)
     decided_by = {
         path: MODULE if np.ndim(leaf) > 1 else SHAPE for path, leaf in leaves.items()
     }
     for path, declared in by_type.items():
         # Attention, traced alone, ends in a hidden layer.
         traced = any(leaf[: len(path)] == path for leaf in output)
-        head = traced and "attention" not in names.layer_class(path)
+        head = traced and not alone and not in_attention(path)
         # A head is a layer like any other by its type. Other names decide where the
         # types say nothing: to rename a layer does not change its optimizer.
-        named = isinstance(declared, Unresolved) and names.take_adamw(path)
-        if head or named or any(map(names.say_head, shared.get(path, [path]))):
+        named = isinstance(declared, Unresolved) and takes_adamw(path)
+        if head or named or any(map(says_head, shared.get(path, [path]))):
             numbers[path] = None
             if declared is not None:
                 decided_by[path] = OUTPUT if head else NAME
     # As the keys of a dictionary, paths are the same for rules and for names.
-    make = resolver(overrides or {}, numbers, head_size, "overrides", "overrides")
+    make = resolver(overrides or {}, numbers, "overrides", "overrides")
     with decisions.open() as notes:
         numbers_of: dict[Path, Numbers] = make(dict(leaves))
     unresolved = [
@@ -260,7 +263,6 @@ def of_module_tree(
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
     rules: Mapping[type, Any],
     overrides: Rules | None,
-    head_size: HeadSizes,
     array_type: type | tuple[()] = (),
     placed: Callable[[Any, Any], Numbers] = lambda declared, node: declared,
 ) -> Callable[[PyTree], PyTree]:
@@ -293,7 +295,7 @@ def of_module_tree(
 
         output = output_layers(outputs, model, (), *args, **kwargs)
     return look_up(
-        *resolved(leaves, by_type, overrides, head_size, output),
+        *resolved(leaves, by_type, overrides, output),
         is_parameter,
         "floating-point array of the model that dimension_numbers",
     )

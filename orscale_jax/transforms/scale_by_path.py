@@ -9,7 +9,7 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import validate
-from orscale_jax.parameters import expressions
+from orscale_jax.parameters import path_rules
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
 from orscale_jax.trees.names import name_and_shape, names_on
@@ -17,7 +17,7 @@ from orscale_jax.trees.nodes import leaves_and_masks
 
 
 def scale_by_path(
-    rules: expressions.ByExpression[ArrayLike],
+    rules: path_rules.ByExpression[ArrayLike],
 ) -> optax.GradientTransformation:
     r"""Multiply the updates of some parameters: their learning rate, after an optimizer.
 
@@ -57,13 +57,13 @@ def scale_by_path(
       >>> print(updates["blocks"][:, 0], updates["head"][0])
       [-0.0011  -0.00055] -0.00011
     """
-    pairs = expressions.compiled(rules, "rules", "positive numbers", _checked)
+    pairs = path_rules.compiled(rules, "rules", "positive numbers", _checked)
 
     def factors(tree: PyTree) -> PyTree:
         """For each leaf a number, or an array that broadcasts against the leaf."""
         if not jax.tree.leaves(tree):  # As in matrix_axes.
             return tree
-        factor_of = expressions.values(pairs, leaves_and_masks(tree), "scale_by_path")
+        factor_of = path_rules.values(pairs, leaves_and_masks(tree), "scale_by_path")
 
         def of_leaf(path: Any, leaf: Any) -> ArrayLike:
             factor: Any = factor_of.get(names_on(path), 1.0)

@@ -13,7 +13,7 @@ from orscale_jax import family, muon, orscale
 from orscale_jax.diagnostics import (
     Reading,
     find_problems,
-    layer_classes,
+    layer_names,
     read,
     summarize,
     tabulate,
@@ -186,8 +186,8 @@ class TestErrors:
 
     @pytest.mark.parametrize("fn", [summarize, tabulate])
     def test_classes(self, fn):
-        with pytest.raises(ValueError, match=r"pass a tree, such as layer_classes\(par"):
-            fn(trees(), layer_classes)
+        with pytest.raises(ValueError, match=r"pass a tree, such as layer_names\(par"):
+            fn(trees(), layer_names)
         with pytest.raises(ValueError, match="classes must be a tree of the parameters'"):
             fn(trees(), {"up": "a"})
 

@@ -146,7 +146,7 @@ class Readouts:
         with _continuing(folder):
             self.history = diagnostics.History(
                 folder / FILE_NAME,
-                classes=diagnostics.layer_classes(params),
+                classes=diagnostics.layer_names(params),
                 measurements=OF_MOMENTUM,
                 scalars=("loss",),
             )
