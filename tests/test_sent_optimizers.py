@@ -74,6 +74,8 @@ KINDS = (arrays, trees, functions, expressions)
 OPTIMIZERS = {"orscale": orscale, "muon": muon, **RELATIVES}
 MATRICES = {name: NUMBERS[name] for name in ("w", "stack")}
 of_matrices = functools.partial(functools.partial, weight_dimension_numbers=MATRICES)
+
+
 def halved(params, factors):
     return params | {"w": params["w"] * factors["a"].query[0]}
 

@@ -12,20 +12,30 @@ from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import MODULE, OUTPUT
 from orscale_jax.parameters.kinds import (
     EMBEDDING_OR_HEAD,
-    VECTORS,
+    NO_MATRIX,
+    OTHER,
     in_words,
-    is_embedding_or_head,
+    kind_of,
 )
 from orscale_jax.trees.names import Path, dotted, keys_on, without_names
 
-# Of latent attention, kv a and kv down are one matrix.
+# Several projections in one. Of latent attention, kv a and kv down are one projection.
 _FUSED = re.compile(
     r"\b(w?q?kvo?|qkv[a-z]+|fused|query key value|key value)\b(?! (a|down)\b)"
-    r"|(^|\.)net[ .]0\.proj(\.|$)"
     r"|\b(gate (and )?up|up (and )?gate|gating einsum|w1[23])\b"
-    r"|(^|\.)(c attn|w pack|att proj|in proj( ba)?|(x|bc|bcdt) proj)(\.|$)"
+    r"|(^|\.)(net[ .]0\.proj|c attn|w pack|att proj|(x|bc|bcdt) proj)(\.|$)"
+    r"|(^|\.)(?<!mlp\.)(?<!ffn\.)in proj( ba)?(\.|$)"
 )
-_UP = re.compile(r"\b(up|wi|w1|fc ?(in|\d)?|c fc|lin(ear)? ?1|intermediate)\b")
+# The projections up and down of an MLP: a gate may be in the one up.
+_UP = re.compile(
+    r"\b(up|in(put)?|wi|w1|(fc|lin|linear)1|fc|(fc|dense|linear) 0|h to 4 h)\b"
+    r"|\b(intermediate|ff proj)\b"
+)
+_DOWN = re.compile(
+    r"\b(down|out(put)?|wo|w2|(fc|lin|linear)2|(fc|dense|linear) 1|4 h to h|c proj)\b"
+)
+_ATTENTION = re.compile(r"att(entio)?n|\b(w?[qkvo]|query|key|value)\b")
+_HIDDEN = re.compile(r"att(entio)?n|\b(mlp\d*|ffn?|ffw|feed ?forward|experts?)\b")
 _ROUTER = re.compile(r"\b(router|gating)\b(?! (einsum|linear))|\bgate\d*( \d+)*(\.|$)")
 # Beside the gate of a gated MLP.
 _GATED = re.compile(r"\bup\b|^wi\b|^(w3|v1|value linear|fc 2)$")
@@ -80,7 +90,7 @@ class Checks:
                 class_of[path] == "embedding"
                 and len(shape) == 2
                 and shape[0] != shape[1]
-                and (is_embedding_or_head(module[-1]) or module[-1] == "shared")
+                and (kind_of(module[-1]) in EMBEDDING_OR_HEAD or module[-1] == "shared")
                 and not _NO_VOCABULARY.search(".".join(in_words(path)))
             ):
                 self.vocabularies[shape[0]] = dotted(path)
@@ -88,13 +98,13 @@ class Checks:
     def reasons(self, path: Any, row: ParameterRow) -> Iterator[str]:
         """Why a leaf of matrices, or a block of it, may be something else."""
         keys, name = keys_on(path), ".".join(in_words(path))
-        axes, shape, layer = self.axes[path], self.shapes[path], row.layer_class
-        unknown = layer in ("other", "matrix")
-        if layer in EMBEDDING_OR_HEAD | VECTORS:
-            yield f"{layer}?"
-        module = self.modules[path][-1:]
-        up = any(map(_UP.search, module))
-        if _FUSED.search(name) or (up and self._is_twice_as_wide(path, row)):
+        axes, shape, kind = self.axes[path], self.shapes[path], row.layer_class
+        above, module = self.modules[path][:-1], self.modules[path][-1:]
+        neighbours = {self.modules[other][len(above)] for other in self._beside(path)}
+        is_up, is_down = (any(map(words.search, module)) for words in (_UP, _DOWN))
+        if kind in NO_MATRIX:
+            yield f"{kind}?"
+        if _FUSED.search(name) or (is_up and self._is_twice_as_wide(path, row)):
             # Blocks or a batch axis divide it, but not one that all neighbours have as
             # well, of layers or experts.
             beside = [self.shapes[other] for other in self._beside(path)]
@@ -104,12 +114,14 @@ class Checks:
                 for axis in axes.batch
             ):
                 yield "fused?"
-        depth = len(self.modules[path]) - 1
-        neighbours = {self.modules[other][depth] for other in self._beside(path)}
         router = _ROUTER.search(name) and not any(map(_GATED.search, neighbours))
         if router:
             yield "router?"
         long = [size for size in (row.m, row.n) if size in self.vocabularies]
+        hidden = any(map(_HIDDEN.search, above)) or (
+            is_down and any(map(_ATTENTION.search, neighbours))
+        )
+        unknown = kind == OTHER and not hidden
         # Only near the root: deeper, "out" is an ordinary projection.
         if unknown and len(keys) <= 2 and _TABLE.search(name):
             yield "table or head?"
@@ -128,9 +140,9 @@ class Checks:
         ):
             yield "stack of vectors?"
         longer = max(row.m, row.n) // max(1, min(row.m, row.n))
-        # Heads, of which there are many, are longer than they are wide.
-        expected = router or not unknown or np.prod(row.batch_shape) > 1
-        if longer >= _THIN and not expected and not _LORA.search(name):
+        heads = np.prod(row.batch_shape) > 1 and _ATTENTION.search(name)
+        expected = router or heads or kind in NO_MATRIX or _LORA.search(name)
+        if longer >= _THIN and not expected:
             yield f"{longer} times as long"
         if 1 in row.batch_shape:
             yield "batch of one"
@@ -138,7 +150,9 @@ class Checks:
     def _is_twice_as_wide(self, path: Any, row: ParameterRow) -> bool:
         """Whether a projection up makes two numbers for each that its down one takes."""
         for other in self._beside(path):
-            if axes := self.axes.get(other):
+            *above, name = self.modules[other]
+            is_down = [*self.modules[path][:-1]] == above and _DOWN.search(name)
+            if is_down and (axes := self.axes.get(other)):
                 shape = np.asarray(self.shapes[other])
                 wide, out = (
                     int(shape[list(x)].prod()) for x in (axes.rows, axes.columns)

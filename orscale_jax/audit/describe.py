@@ -35,14 +35,14 @@ from orscale_jax.newton_schulz.stacks import StackKey, plan_stacks
 from orscale_jax.optimizers import orscale
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import UndecidedError
-from orscale_jax.parameters.kinds import kind_of
+from orscale_jax.parameters.kinds import kinds
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import ADAMW, MATRIX, compute_dtype
 from orscale_jax.transforms.stages import Scale
 from orscale_jax.transforms.trust_ratio import NUMBERS
 from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.checks import require_arrays
-from orscale_jax.trees.names import distinct_names
+from orscale_jax.trees.names import distinct_names, names_on
 
 
 @validate.checks_arguments
@@ -157,7 +157,8 @@ def describe(
     certificate = None
     if probe and mesh is not None:
         certificate = certify(optimizer, params, mesh, axes_of)
-    class_of = {path: kind_of(path) for path in leaf_of}
+    kind_of = kinds(leaf_of)
+    class_of = {path: kind_of[names_on(path)] for path in leaf_of}
     why_of = {path: kept.why for path, kept in state.kept.items()}
     checks = Checks(leaf_of, axes_of, class_of, why_of)
     rows, planned = [], [list[ParameterRow]() for _ in stages]

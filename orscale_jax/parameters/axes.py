@@ -139,6 +139,10 @@ class MatrixAxes:
         of_blocks = (entry,) if self.sizes else ()
         return (*batch[: self.block_position], *of_blocks, *batch[self.block_position :])
 
+    def of_batch(self, entries: Sequence[Any]) -> tuple[Any, ...]:
+        """The entries for the batch axes, given one for each axis; None for blocks."""
+        return self._with_blocks([entries[axis] for axis in self.batch], None)
+
     def batch_shape(self, leaf: jax.Array) -> tuple[int, ...]:
         """The shape of one entry per matrix: ``()`` for a plain matrix."""
         batch = [leaf.shape[axis] for axis in self.batch]
@@ -148,8 +152,7 @@ class MatrixAxes:
         """The sharding of an array with one entry per matrix."""
         if self.sizes and not self.has_unequal_blocks:
             return self.within.batch_sharding(self.part(leaf, 0))
-        spec = typed_sharding.spec(leaf)
-        return self._with_blocks([spec[axis] for axis in self.batch], None)
+        return self.of_batch(typed_sharding.spec(leaf))
 
     def reduce(self, fn: Callable[..., jax.Array], leaf: jax.Array) -> jax.Array:
         """``fn(matrices, axis=...)`` per matrix, of the batch shape."""
@@ -169,9 +172,8 @@ class MatrixAxes:
         """Scalars of the batch shape, shaped to broadcast against the leaf."""
         if not self.sizes:
             return jnp.expand_dims(scalars, self.matrix)
-        if (
-            self.has_unequal_blocks
-        ):  # A vector along the blocks' axis: the leaf is not cut.
+        # Of unequal blocks, a vector along the blocks' axis: the leaf is not cut.
+        if self.has_unequal_blocks:
             sizes, total = np.asarray(self.sizes), sum(self.sizes)
             spread = jnp.repeat(
                 scalars, sizes, self.block_position, total_repeat_length=total

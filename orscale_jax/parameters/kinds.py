@@ -1,4 +1,4 @@
-"""The default rule: what a name says of a parameter that is no matrix.
+"""What the name of a parameter says: embedding, head, norm, scale, bias, or other.
 
 Names are read in words, in lower case and without underscores: "blocks.0.mlp.gate_proj"
 is "blocks.0.mlp.gate proj", and "MultiHeadAttention_0" is "multi head attention 0".
@@ -9,23 +9,15 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from orscale_jax.trees.names import Path, keys_on, words
+from orscale_jax.trees.names import Path, keys_on, names_on, words
 
-# The kinds whose parameters are no matrices, whatever their shape.
+# The kinds of parameters that are no matrices, whatever their shape.
 EMBEDDING_OR_HEAD = frozenset({"embedding", "head"})
 VECTORS = frozenset({"norm", "scale", "bias"})
-MATRIX, OTHER = "matrix", "other"  # What is one by its name, and what it does not tell.
+NO_MATRIX = EMBEDDING_OR_HEAD | VECTORS
+OTHER = "other"
 
-_NET = r"(?!.*\b(proj\w*|linear|dense|fc\d*|conv\d*|net|mod(ulation)?)\b)"
-# Words that name an embedding or a head anywhere in a key, and those that end its name.
-_EMBEDDING = re.compile(
-    r"embed|\b(wte|wpe|emb|vocab|logits)\d*\b"
-    rf"|^{_NET}(?!.*\b(ffn?|ff|mlp\d*|mixer)\b).*\b(tok|pos)\d*\b"
-)
-_HEAD = re.compile(r"\b(?<!multi )(head|classifier)\d*( \d+)*( (w|kernel|weights?))?$")
-_OUTPUT = re.compile(rf"{_HEAD.pattern}|unembed|\b(logits|vocab|output embed)")
-
-# Kinds by the whole path: the first that matches applies.
+_LAYER = r"\b(proj\w*|linear|dense|fc\d*|conv\d*|net|mod(ulation)?)\b"
 _MODULE = r"\b[^.]*(\.\d+)?(\.[^.]+)?$"  # In the last key, or the last but one.
 _VECTOR = r"(scales?|gains?|gammas?|betas?|offsets?)"
 # Standard deviations and the like, by entry; time constants of state-space models and of
@@ -36,6 +28,7 @@ _DECAY = (
     r"log (nu|theta|step|dt|lambda|decay)|time (decay|first|faaaa)|"
     r"time (mix|maa)( (key|value|receptance|[kvrwgx]))?"
 )
+# The kind by the whole path, in words: the first expression that has a match decides.
 TABLE = (
     ("embedding", r"\btokens?$|(^|\.)cls$|^(\w+\.)?shared\.weight$"),
     ("embedding", r"\b(mask|iou|cls|class|register|prompt|query) tokens?\.weight$"),
@@ -43,64 +36,46 @@ TABLE = (
     (
         "norm",
         r"(?!.*\bkernel)\b(\w*norm(alization)?s?\d*|ln\d*|bn\d*|rms)\b"
-        rf"({_NET}|(?=.*\b{_VECTOR}$)){_MODULE}",
+        rf"((?!.*{_LAYER})|(?=.*\b{_VECTOR}$)){_MODULE}",
     ),
     ("norm", r"(?<!weight )(?<!spectral )\b(\w*norms?\d*|ln)( (\d+|f))?\.kernel$"),
     ("norm", r"norm\.(scale|shift)\.weights$"),
-    ("bias", rf"\bbias(es)?\b{_NET}[^.]*(\.b)?$"),
+    ("bias", rf"\bbias(es)?\b(?!.*{_LAYER})[^.]*(\.b)?$|\b(gating|output) b$"),
     ("scale", rf"\b{_VECTOR}( ?\d+)?$|\blayer scale\b(?!.*\bkernel){_MODULE}"),
     ("scale", rf"\b{_SPREAD}( (w|kernel|weights?))?$|\benvelopes?(\.\d+)?\.(pi|zeta)$"),
     ("scale", rf"\b({_DECAY})$"),
-    ("other", r"\b(lora|adapters?|indexer)\b|\battention\.gating w$"),
-    ("bias", r"(^|\.)((gating|output) )?b\d*$"),
-    ("other", r"\b(router|gating)\b(?! (einsum|linear))"),
-    # Projections of a head of attention, or of a head that has attention.
-    (MATRIX, r"\b(heads?|classifier)[. ]?\d*\.(w?(q|k|v|kv|qkv)|query|key|value)\b"),
-    ("head", r"\b(logits|unembed|embed out|logitdense|head dist\b)"),
-    ("head", r"(^|\.)heads(\.\d+)?\.(w|kernel|weights?)$"),
-    ("head", r"^(params\.)?(score|(\w+\.)?output layer)\.(kernel|weight)$"),
+    # The queries, keys and values of a head that pools by attention.
+    (OTHER, r"\b(heads?|classifier)[. ]?\d*\.(w?(q|k|v|kv|qkv)|query|key|value)\b"),
+    ("head", r"\b(logits|logitdense|unembed|output embed|embed out|head dist\b)"),
+    ("head", r"\b(?<!multi )(head|classifier)\d*( \d+)*( (w|kernel|weights?))?(\.|$)"),
+    ("head", r"(^|\.)heads(\.\d+)?\.(w|kernel|weights?)$|\bvocab\d*\b(?!.*embed)"),
+    ("head", r"^(score|output|(\w+\.)?output layer)\.(kernel|weight)$|^output proj$"),
+    ("head", r"^((transformer|decoder)\.)?(output projection|ff out)\.weight$"),
+    ("embedding", r"embed|\b(wte|wpe|emb)\d*\b"),
     (
-        "head",
-        r"^(params\.)?((transformer|decoder)\.)?(output( proj(ection)?)?|ff out)"
-        r"(\.(w|weight|kernel))?$",
+        "embedding",
+        rf"(^|\.)(?![^.]*({_LAYER}|\b(ffn?|ff|mlp\d*|mixer)\b))[^.]*\b(tok|pos)\d*\b",
     ),
 )
 
-_ATTENTION = re.compile(r"att(entio)?n|\bm[hlq]a\b")
-_QUERY_AND_KEY = re.compile(r"(?=.*\b(w?q\b|quer))(?=.*\b(w?kv?\b|key))|.*\bw?qkvo?\b")
 
+def kinds(paths: Iterable[Any]) -> dict[Path, str]:
+    """The kind of each parameter of a tree, by the names on its path."""
+    keys_of = {names_on(path): in_words(path) for path in paths}
+    given = {".".join(keys) for keys in keys_of.values()}
 
-def kind_of(path: Any) -> str:
-    """The kind of parameter that a path names: one of those above."""
-    return _kind(in_words(path))
+    def kind(name: str) -> str:
+        # A "b" beside a weight is a bias, and one beside an "a" is a matrix.
+        if re.search(r"\bb\d*$", name):
+            a, *weights = (
+                re.sub(r"\bb(?=\d*$)", other, name)
+                for other in ("a", "w", "kernel", "weight")
+            )
+            if a not in given and not given.isdisjoint(weights):
+                return "bias"
+        return kind_of(name)
 
-
-def takes_adamw(path: Any) -> bool:
-    """Whether a path says that a parameter is no matrix."""
-    keys, kind = in_words(path), kind_of(path)
-    named = kind == OTHER and any(map(is_embedding_or_head, keys))
-    return named or kind in EMBEDDING_OR_HEAD | VECTORS
-
-
-def says_head(path: Any) -> bool:
-    """Whether a path says that a parameter is an output head's."""
-    kind = kind_of(path)
-    return kind == "head" or (kind != MATRIX and any(map(_OUTPUT.search, in_words(path))))
-
-
-def in_attention(path: Any) -> bool:
-    """Whether a key on a path is the name of an attention module."""
-    return any(map(_ATTENTION.search, in_words(path)))
-
-
-def shows_attention(names: Iterable[str]) -> bool:
-    """Whether names side by side are the projections of attention."""
-    return bool(_QUERY_AND_KEY.match("|".join(sorted(map(words, names)))))
-
-
-def is_embedding_or_head(key: str) -> bool:
-    """Whether a key in words is the name of an embedding table or an output head."""
-    return bool(_EMBEDDING.search(key) or _HEAD.search(key))
+    return {path: kind(".".join(keys)) for path, keys in keys_of.items()}
 
 
 def in_words(path: Any) -> Path:
@@ -109,11 +84,7 @@ def in_words(path: Any) -> Path:
 
 # Cached, since an optimizer that is not compiled asks at every step.
 @functools.lru_cache(maxsize=2**16)
-def _kind(keys: Path) -> str:
-    path = ".".join(keys)
-    for kind, expression in TABLE:
-        if re.search(expression, path):
-            return kind
-    if any(map(_HEAD.search, keys)):
-        return "head"
-    return "embedding" if any(map(_EMBEDDING.search, keys)) else OTHER
+def kind_of(name: str) -> str:
+    """The kind that one name says, which is in words."""
+    found = (kind for kind, expression in TABLE if re.search(expression, name))
+    return next(found, OTHER)

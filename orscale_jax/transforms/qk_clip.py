@@ -14,14 +14,24 @@ from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import compute_dtype
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.checks import require_shapes
+from orscale_jax.trees.names import quoted
 
 
 class QKFactors(NamedTuple):
-    """What the heads of one attention, or of a stack of them, are multiplied by."""
+    r"""The factors of the heads of one attention, or of a stack of attention layers.
 
-    query: jax.Array  # (layers..., query heads); of the parts without rotation.
-    key: jax.Array  # (layers..., key heads)
-    rotary_query: jax.Array  # (layers..., query heads), of latent attention.
+    Attributes:
+      query: Of the queries, of shape ``(layers..., query heads)``. In latent attention,
+        of the parts without rotation.
+      key: Of the keys, of shape ``(layers..., key heads)``. In latent attention, of the
+        parts without rotation.
+      gamma: :math:`\gamma`, of shape ``(layers..., query heads)``. In latent attention,
+        of the rotated parts of the queries.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    gamma: jax.Array
 
 
 def qk_clip(
@@ -57,32 +67,34 @@ def qk_clip(
     parts in latent attention, where all heads share one :math:`k^R`.
 
     Args:
-      rescale: A function that multiplies queries and keys, kernels and biases, by their
-        factors. It takes a copy of the parameters, which it may change and return, and a
-        tree like ``max_logits`` of :class:`QKFactors`.
+      rescale: A function of a tree of :math:`W + u` like the parameters and of a tree
+        like ``max_logits`` with a :class:`QKFactors` for each attention. It multiplies
+        the kernels and biases of queries and keys by their factors, which it broadcasts
+        to them, and returns the tree. It may change the tree's containers.
       key_heads: The number of key heads, if each serves a group of neighbouring query
         heads. None: as many as query heads.
       threshold: :math:`\tau`, above 0, for logits as they enter the softmax.
       alpha: :math:`\alpha` in [0, 1], the share of the clip that the queries take.
 
     Returns:
-      A stateless transformation. Its ``update`` needs ``params`` and ``max_logits``, a
-      pytree of arrays of shape ``(layers..., query heads)``. A head whose logits are all
-      masked has the largest logit :math:`-\infty`, and is not clipped. NaN and
-      :math:`\infty` give NaN in their heads, and in the heads that share a key with them.
-      The factors are computed in float32 (float64 for float64), and updates keep their
-      dtypes.
+      A transformation without a state. Its ``update`` needs ``params`` and
+      ``max_logits``, a pytree of arrays of shape ``(layers..., query heads)``. A head
+      whose logits are all masked has the largest logit :math:`-\infty`, and is not
+      clipped. NaN and :math:`\infty` give NaN in their heads, and in the heads that share
+      a key with them. The factors are computed in float32 (float64 for float64), and
+      updates keep their dtypes.
 
     Raises:
       ValueError: If an argument is not valid; from ``update``, if ``params`` or
-        ``max_logits`` is missing, or ``rescale`` changes a shape.
+        ``max_logits`` is missing, ``key_heads`` does not divide the query heads, or
+        ``rescale`` returns a tree of another structure or other shapes.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from orscale_jax import qk_clip
       >>> def rescale(params, factors):
-      ...     params["q"] *= factors.query[:, None]  # (inputs, heads, features)
-      ...     params["k"] *= factors.key[:, None]
+      ...     params["q"] *= factors.query[None, :, None]  # (in, heads, out)
+      ...     params["k"] *= factors.key[None, :, None]
       ...     return params
       >>> clip = qk_clip(rescale)  # Last in an optax.chain.
       >>> params = {"q": jnp.ones((4, 2, 3)), "k": jnp.ones((4, 2, 3))}  # 2 heads
@@ -97,6 +109,8 @@ def qk_clip(
     """
     validate.number("threshold", threshold, at_least=float(np.finfo(np.float32).tiny))
     validate.number("alpha", alpha, at_least=0, below=np.nextafter(1, 2))
+    if key_heads is not None:
+        validate.count("key_heads", key_heads)
 
     def update(
         updates: PyTree,
@@ -107,31 +121,57 @@ def qk_clip(
         **_: Any,
     ) -> tuple[PyTree, optax.EmptyState]:
         require_shapes(updates, params)
+        dtype = compute_dtype(params)
+        tau, share = jnp.asarray(threshold, dtype), 1 - jnp.asarray(alpha, dtype)
+
+        def factors(logits: Any) -> QKFactors:
+            shape, kind = np.shape(logits), getattr(logits, "dtype", type(logits))
+            groups = key_heads or (shape or (1,))[-1]
+            if not shape or shape[-1] % groups or not validate.is_real(kind):
+                raise ValueError(
+                    f"max_logits has an array of shape {shape} and dtype {kind}: pass "
+                    "real arrays of shape (layers..., query heads), in which a multiple "
+                    f"of {groups} key heads is the number of query heads."
+                )
+            largest = typed_sharding.gather(jnp.asarray(logits, dtype))
+            return _factors(largest, tau, share, groups)
+
         if not jax.tree.leaves(max_logits):
             raise ValueError(
                 "pass to update, as max_logits=..., the largest attention logits over "
                 "batch and positions of the forward pass: arrays of shape (layers..., "
                 "query heads)."
             )
-        dtype = compute_dtype(params)
-        tau, share = jnp.asarray(threshold, dtype), 1 - jnp.asarray(alpha, dtype)
 
-        def factors(logits: Any) -> QKFactors:
-            largest = typed_sharding.gather(jnp.asarray(logits, dtype))
-            return _factors(largest, tau, share, key_heads or largest.shape[-1])
+        def add(param: jax.Array, update: Any) -> jax.Array:
+            moves = hasattr(update, "dtype")  # It may be None or masked.
+            return param.astype(dtype) + (update.astype(dtype) if moves else 0)
 
-        def new(update: jax.Array, param: jax.Array, moved: Any, scaled: Any) -> Any:
-            step = (scaled - param.astype(scaled.dtype)).astype(update.dtype)
-            return jnp.where(scaled == moved, update, step)
+        moved = jax.tree.map(add, params, updates)
+        copy = jax.tree.map(lambda x: x, moved)  # Its containers may be changed.
+        scaled = rescale(copy, jax.tree.map(factors, max_logits))
+        if jax.tree.structure(scaled) != jax.tree.structure(moved):
+            raise ValueError(
+                f"rescale returned {jax.tree.structure(scaled)}: return the tree that it "
+                "takes first, in which only the values of arrays have changed."
+            )
+        require_shapes(scaled, moved, "result of rescale")
 
-        moved = jax.tree.map(
-            lambda w, u: w.astype(dtype) + u.astype(dtype), params, updates
-        )
-        scaled = rescale(
-            jax.tree.map(lambda x: x, moved), jax.tree.map(factors, max_logits)
-        )
-        require_shapes(scaled, params, "result of rescale")
-        return jax.tree.map(new, updates, params, moved, scaled), state
+        def new(
+            path: Any, param: jax.Array, update: Any, before: jax.Array, after: jax.Array
+        ) -> Any:
+            if after is before:
+                return update
+            if not hasattr(update, "dtype"):
+                raise ValueError(
+                    f"parameter {quoted(path)} has no update, and rescale changes it: "
+                    "pass zeros."
+                )
+            step = (after - param.astype(dtype)).astype(update.dtype)
+            return jnp.where(after == before, update, step)
+
+        trees = params, updates, moved, scaled
+        return jax.tree.map_with_path(new, *trees), state
 
     return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
 
@@ -139,7 +179,6 @@ def qk_clip(
 def _factors(
     largest: jax.Array, tau: jax.Array, share: jax.Array, groups: int
 ) -> QKFactors:
-    """The factors of queries, of keys, one for each group, and γ of rotary queries."""
     gamma = jnp.where(largest > tau, tau / jnp.maximum(largest, tau), 1)
     # A gamma of zero has underflowed, and would erase the head for good.
     gamma = jnp.where((largest < jnp.inf) & (gamma > 0), gamma, jnp.nan)

@@ -194,7 +194,11 @@ def test_marks_among_neighbours(shapes, rules, expected):
 
 def test_heads_of_attention_are_long_and_no_stacks():
     tree = {"attn": {"q_proj": leaf(512, 64), "o_proj": leaf(64, 512)}}
-    rows = described(tree, by_path({}, head_size=16)).rows
+    heads = {
+        "q_proj": Blocks(0, 1, block_axis=1, blocks=4),
+        "o_proj": Blocks(0, 1, block_axis=0, blocks=4),
+    }
+    rows = described(tree, by_path(heads)).rows
     found = [(row.m, row.n, row.check) for row in rows]
     assert found == [(16, 512, ()), (512, 16, ())]
 

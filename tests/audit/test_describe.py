@@ -105,20 +105,19 @@ def test_against_the_table():
 
 
 @pytest.mark.extended
-def test_the_classes_of_layers():
-    """Those of layer_classes, also for the blocks of a leaf and in a selection."""
-    params = {"attention": {"qkv": jnp.ones((4, 9)), "out": jnp.ones((4, 4))}}
-    params["moe"] = {"gate": jnp.ones((4, 2))}
-    numbers = by_path({"qkv": Blocks(0, 1, block_axis=1, blocks=(4, 5))})
+def test_the_kinds_of_parameters():
+    """By their names, also for the blocks of a leaf and in a selection."""
+    params = {"head": jnp.ones((4, 9)), "w": jnp.ones((4, 4)), "b": jnp.ones((4, 4))}
+    numbers = by_path({"head": Blocks(0, 1, block_axis=1, blocks=(4, 5))})
     description = describe(params, with_numbers(numbers))
     assert [(row.name, row.layer_class) for row in description.rows] == [
-        ("attention.out", "attention output"),
-        ("attention.qkv[:, 0:4]", "attention qkv"),
-        ("attention.qkv[:, 4:9]", "attention qkv"),
-        ("moe.gate", "router"),
+        ("b", "bias"),
+        ("head[:, 0:4]", "head"),
+        ("head[:, 4:9]", "head"),
+        ("w", "other"),
     ]
     # That of one selected row still tells from what stands beside it.
-    assert [row.layer_class for row in description.select("gate").rows] == ["router"]
+    assert [row.layer_class for row in description.select("b").rows] == ["bias"]
 
 
 @pytest.mark.extended

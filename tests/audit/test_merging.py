@@ -176,15 +176,14 @@ def largest_model():
     [
         lambda tree: jax.eval_shape(orscale(1e-3).init, tree),
         by_path({"": "matrix"}),
-        by_path({"stem": "adamw", "experts": EXPERTS}, head_size=1000),
         lambda tree: jax.eval_shape(
             lambda params: convert_state((), optax.trace(0.9), params), tree
         ),
         lambda tree: resolved(
-            by_name(tree), {p: Unresolved("no rule") for p in by_name(tree)}, None, False
+            by_name(tree), {p: Unresolved("no rule") for p in by_name(tree)}, None
         ),
     ],
-    ids=["default", "by_path", "head_size", "convert_state", "types of modules"],
+    ids=["default", "by_path", "convert_state", "types of modules"],
 )
 def test_messages_about_the_largest_model_fit_on_a_screen(refused):
     """Leaves that differ by numbers have one line, and a long list has an end."""

@@ -214,5 +214,5 @@ def test_a_rule_for_leaves_that_print_alike():
     masked = params | {"a": {"b": optax.MaskedNode()}}
     numbers = by_path({r"a\.b": "matrix"})(masked)
     assert (numbers["a.b"], numbers["c"]) == (PLAIN, PLAIN)
-    classes = layer_names(params | {"a.b": params["c"]}, {"c": "mixer"})
-    assert classes == {"a.b": "other", "a": {"b": "other"}, "c": "mixer"}
+    names = layer_names(params | {"a.b": params["c"]})
+    assert names == {"a.b": "a.b", "a": {"b": "a.b"}, "c": "c"}
