@@ -69,7 +69,7 @@ def summarize(
     Returns:
       Scalars by name, which are JAX arrays, also under ``jax.jit``. Examples of names are
       ``optimizer/trust_ratio/mean`` and ``optimizer/share_at_r_max`` for all matrices,
-      ``optimizer/attention_query/trust_ratio/p95`` for a class, and
+      ``optimizer/blocks.*.query/trust_ratio/p95`` for a class, and
       ``optimizer/blocks.0.up.kernel/growth`` for one matrix.
 
     Raises:

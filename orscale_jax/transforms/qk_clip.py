@@ -150,10 +150,11 @@ def qk_clip(
         moved = jax.tree.map(add, params, updates)
         copy = jax.tree.map(lambda x: x, moved)  # Its containers may be changed.
         scaled = rescale(copy, jax.tree.map(factors, max_logits))
-        if jax.tree.structure(scaled) != jax.tree.structure(moved):
+        structures: list[Any] = [jax.tree.structure(tree) for tree in (scaled, moved)]
+        if structures[0] != structures[1]:
             raise ValueError(
-                f"rescale returned {jax.tree.structure(scaled)}: return the tree that it "
-                "takes first, in which only the values of arrays have changed."
+                f"rescale returned {structures[0]}: return the tree that it takes first, in "
+                "which only the values of arrays have changed."
             )
         require_shapes(scaled, moved, "result of rescale")
 
