@@ -21,8 +21,8 @@ def mixed_emas(
 ) -> optax.GradientTransformation:
     """M_k ← β_k M_k + (1 − β_k) G and M̃ = (1 − γ) Σ w_k M_k + γ G.
 
-    Each average has a decay β_k and a weight w_k; γ is the share of the gradient. They are
-    numbers, or functions of the number of the step, which starts at 0.
+    Each average has a decay β_k and a weight w_k, and γ is the share of the gradient. All
+    are numbers, or functions of the number of the step, which starts at 0.
     """
 
     def at(numbers: Any, step: jax.Array) -> Any:

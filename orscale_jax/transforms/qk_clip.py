@@ -153,8 +153,8 @@ def qk_clip(
         structures: list[Any] = [jax.tree.structure(tree) for tree in (scaled, moved)]
         if structures[0] != structures[1]:
             raise ValueError(
-                f"rescale returned {structures[0]}: return the tree that it takes first, in "
-                "which only the values of arrays have changed."
+                f"rescale returned {structures[0]}: return the tree that it takes first, "
+                "in which only the values of arrays have changed."
             )
         require_shapes(scaled, moved, "result of rescale")
 
