@@ -120,11 +120,11 @@ class Checks:
             yield "stack of vectors?"
         longer = max(row.m, row.n) // max(1, min(row.m, row.n))
         expected = {"router"} | EMBEDDING_OR_HEAD | VECTORS
-        if layer in DIVIDED and np.prod(row.batch_shape) > 1:
+        if layer in DIVIDED and row.matrices > 1:
             expected |= {layer}  # The heads, which are longer than they are wide.
         if longer >= _THIN and layer not in expected and not _LORA.search(name):
             yield f"{longer} times as long"
-        if 1 in row.batch_shape:
+        if any(shape[axis] == 1 for axis in axes.batch):
             yield "batch of one"
 
     def _is_twice_as_wide(self, path: Any, row: ParameterRow) -> bool:

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,6 @@ from orscale_jax.trees.checks import require_arrays
 from orscale_jax.trees.names import distinct_names
 
 
-@validate.checks_arguments
 def describe(
     params: PyTree,
     optimizer: optax.GradientTransformation | None = None,
@@ -160,7 +159,7 @@ def describe(
     class_of = leaves_by_path(layer_classes(params))
     why_of = {path: kept.why for path, kept in state.kept.items()}
     checks = Checks(leaf_of, axes_of, class_of, why_of)
-    rows, planned = [], [list[ParameterRow]() for _ in stages]
+    rows, planned = list[ParameterRow](), [list[_Planned]() for _ in stages]
     for name, (path, leaf) in zip(distinct_names(leaf_of), leaf_of.items(), strict=True):
         kept = state.kept[path]
         if path in refused:
@@ -176,10 +175,11 @@ def describe(
             layer_class=class_of[path],
             label=kept.label,
         )
-        parts, first = [row], probed.get(path)
+        parts: list[tuple[ParameterRow, _Array]] = [(row, ((), ()))]
         if path in axes_of:
             parts = list(_parts(row, leaf, axes_of[path], kept.arrays, kept.scale))
-        for index, part in enumerate(parts):
+        first = probed.get(path)
+        for index, (part, array) in enumerate(parts):
             check = list(checks.reasons(path, part)) if path in axes_of else []
             if row.rule == ADAMW and not jnp.issubdtype(row.dtype, jnp.inexact):
                 check.append(str(row.dtype))  # Its gradients are refused.
@@ -187,14 +187,14 @@ def describe(
                 real = jnp.issubdtype(row.dtype, jnp.floating)
                 check.append("ambiguous" if real else str(row.dtype))
             if first is not None:
-                kind = first.kinds[index if len(first.kinds) == len(parts) else 0]
                 check += ["master weights drift"] * first.drifts
+                kind = first.kinds[index if len(first.kinds) == len(parts) else 0]
                 part = dataclasses.replace(
                     part, first_update=kind, first_update_rms=first.rms
                 )
             rows.append(dataclasses.replace(part, check=tuple(check)))
             if part.matrices and part.parameters:
-                planned[kept.stage].append(part)
+                planned[kept.stage].append((rows[-1], *array))
     words, shape, on_device = "", None, None
     if mesh is not None:
         slices = slices_of_mesh(mesh, stages[0].slow_axes) or {}
@@ -215,6 +215,11 @@ def describe(
     )
 
 
+# Of an array of matrices: its shape, and the axes of the mesh that shard each of its own.
+_Array: TypeAlias = tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]
+_Planned: TypeAlias = tuple[ParameterRow, tuple[int, ...], tuple[tuple[str, ...], ...]]
+
+
 def _platform(leaves: Iterable[Any]) -> str:
     """The platform of the first mesh that has one, or of JAX's default backend."""
     platform = jax.default_backend()
@@ -233,7 +238,7 @@ def _parts(
     axes: MatrixAxes,
     arrays: Sequence[Any] | None,
     scale: Scale | None,
-) -> Iterator[ParameterRow]:
+) -> Iterator[tuple[ParameterRow, _Array]]:
     """The rows of the parts of a leaf of matrices, from that of the leaf."""
     mesh = _mesh(leaf)
     specs = () if mesh is None else typed_sharding.inferred(axes.batches, leaf, mesh)
@@ -257,25 +262,27 @@ def _parts(
         batch_shape = axes.within.batch_shape(shaped)
         m, n = axes.within.matrix_shape(shaped)
         own = (share(array, index) for array in arrays or ())
-        yield dataclasses.replace(
+        spread = axes.stride and f"in turns of {axes.stride}"
+        mesh_axes: tuple[tuple[str, ...], ...] = ((),) * (len(batch_shape) + 2)
+        if specs:
+            mesh_axes = typed_sharding.axes_of(specs[index], len(batch_shape) + 2)
+        part_row = dataclasses.replace(
             row,
             block=label,
-            blocks=0 if label else len(axes.sizes),
-            stride=axes.stride,
+            blocks=f"{len(axes.sizes)} {spread or 'contiguous'}"
+            if axes.sizes and not label
+            else "",
             shape=shaped.shape if label else leaf.shape,
             rule=MATRIX,
             matrices=math.prod(batch_shape),
-            batch_shape=batch_shape,
             m=m,
             n=n,
             scale=None if scale is None else scale.value(m, n),
             norms=_norms(axes, leaf, index),
-            mesh_axes=typed_sharding.axes_of(specs[index], len(batch_shape) + 2)
-            if specs
-            else (),
             parameters=math.prod(shaped.shape),
             state_bytes=None if arrays is None else nbytes(own),
         )
+        yield part_row, ((*batch_shape, m, n), mesh_axes)
 
 
 def _norms(axes: MatrixAxes, leaf: Any, index: int) -> tuple[float, float] | None:
@@ -305,18 +312,16 @@ def _mesh(leaf: Any) -> Mesh | AbstractMesh | None:
 
 def _plan(
     stages: Sequence[Platform],
-    rows: Sequence[Sequence[ParameterRow]],
+    rows: Sequence[Sequence[_Planned]],
     mesh: MeshShape | None,
 ) -> Plan:
     """The plan of Newton–Schulz of the stages, each for its own rows of matrices."""
     groups, buckets, of_buckets = [], list[Bucket](), list[list[str]]()
     for platform, of_stage in zip(stages, rows, strict=True):
-        names = [row.name for row in of_stage]
+        names = [row.name for row, *_ in of_stage]
         arrays = []
-        for row in of_stage:
-            shape = (*row.batch_shape, row.m, row.n)
+        for row, shape, axes in of_stage:
             dtype = compute_dtype(jax.ShapeDtypeStruct((), row.dtype))
-            axes = row.mesh_axes or ((),) * len(shape)
             arrays.append(ShardedArray(shape, platform.packed_dtype(dtype), axes))
         if mesh is not None:
             buckets += plan_exchange(platform, arrays, mesh)
