@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from orscale_jax.audit import hlo, program as programs
+from examples.benchmarks import hlo, program as programs
 
 
 def text(name, parameters, *lines):
