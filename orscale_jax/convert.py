@@ -51,8 +51,8 @@ class _OldState:
         return any((field, owner) in self.of_params for field in fields)
 
     def shapes(self, owner: Path | None, *fields: str) -> set[tuple[int, ...]]:
-        held = [] if owner is None else [self.of_params.get((f, owner)) for f in fields]
-        return {np.shape(entry.array) for arrays in held for entry in arrays or ()}
+        kept = [] if owner is None else [self.of_params.get((f, owner)) for f in fields]
+        return {np.shape(entry.array) for entries in kept for entry in entries or ()}
 
     def array(self, field: str, wanted: StateArray) -> Any:
         """The array of a field of an entry's parameter, at its own place or the only."""
@@ -301,12 +301,12 @@ def convert_state(
             state,
             is_leaf=_is_variable,
         )
-        readings = (
+        found = (
             state_arrays(unbox(tree), bare_params, fields)
             for tree in (state, without_variables)
         )
-        held = max(readings, key=lambda read: sum(x.owner is not None for x in read))
-        old = _OldState(_decoded(held))
+        entries = max(found, key=lambda each: sum(x.owner is not None for x in each))
+        old = _OldState(_decoded(entries))
         decoded = _decoded(wanted)
         leaves = jax.tree.leaves_with_path(bare_params)
         shapes = {names_on(path): np.shape(leaf) for path, leaf in leaves}

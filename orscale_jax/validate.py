@@ -27,8 +27,12 @@ def bound(function: str, signature: inspect.Signature, args: Any, kwargs: Any) -
     try:
         given = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        message = f"{function}(): {error}: its arguments are {', '.join(known)}."
-        raise TypeError(message) from None
+        by_name = [name for name, x in known.items() if x.kind is x.KEYWORD_ONLY]
+        others = [name for name in known if name not in by_name]
+        raise TypeError(
+            f"{function}(): {error}: its arguments are {', '.join(others)}, and by name "
+            f"{', '.join(by_name)}."
+        ) from None
     for name, value in given.items():
         is_number = type(known[name].default) in (int, float)
         if is_number and callable(value) and name not in SCHEDULED:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -17,7 +17,7 @@ from orscale_jax.audit.certificate import certify
 from orscale_jax.audit.checks import Checks
 from orscale_jax.audit.description import Description, ParameterRow
 from orscale_jax.audit.plan import Group, Plan
-from orscale_jax.audit.probe import first_updates
+from orscale_jax.audit.probe import FirstUpdate, first_updates
 from orscale_jax.audit.state import (
     REFUSED,
     AbstractState,
@@ -32,7 +32,7 @@ from orscale_jax.distributed.mesh import MeshShape
 from orscale_jax.distributed.slow_links import slices_of_mesh
 from orscale_jax.newton_schulz.platforms import DEFAULTS, Platform
 from orscale_jax.newton_schulz.stacks import StackKey, plan_stacks
-from orscale_jax.optimizers import orscale
+from orscale_jax.optimizers import muon
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import UndecidedError
 from orscale_jax.parameters.layer_classes import layer_classes
@@ -65,7 +65,7 @@ def describe(
         ``flax.nnx.Optimizer``. Its ``init`` is traced, not run. The types in its state
         tell the rule of each parameter, and under :func:`optax.partition` there is a
         column "label". Steps of Newton–Schulz that are traced, as inside
-        :func:`optax.inject_hyperparams`, count as five. None: :func:`orscale` with its
+        :func:`optax.inject_hyperparams`, count as five. None: :func:`muon` with its
         defaults.
       probe: Whether to run the optimizer on random gradients. The columns "first update"
         and "its RMS" then say what it did to each parameter. This allocates parameters,
@@ -116,34 +116,15 @@ def describe(
     if optimizer is None:
         if probe:
             validate.refuse("probe", probe, "pass the optimizer to run")
-        optimizer = orscale(0.0)
+        optimizer = muon(0.0)
     params = trained(params, optimizer)
-    leaf_of = leaves_by_path(unbox(params))
-    require_arrays(unbox(params))
-    mesh = next((mesh for mesh in map(_mesh, leaf_of.values()) if mesh is not None), None)
-    platform = _platform(leaf_of.values())
     optimizer = getattr(optimizer, "tx", optimizer)  # That of a flax.nnx.Optimizer.
     validate.transformation("optimizer", optimizer)
-    refused: dict[Any, UndecidedError] = {}
-    while True:
-        try:
-            state = AbstractState.of(optimizer, params)
-            break
-        except UndecidedError as error:
-            if probe or not leaf_of.keys() - refused >= {*error.paths}:
-                raise
-            refused |= dict.fromkeys(error.paths, error)
-            # In place of a dtype, float32. In place of an ambiguous shape, that of a
-            # vector, which any optimizer gives to AdamW.
-            leaves = (
-                leaf
-                if (why := refused.get(path)) is None
-                else jax.ShapeDtypeStruct(
-                    np.shape(leaf) if why.of_dtype else (np.size(leaf),), jnp.float32
-                )
-                for path, leaf in leaf_of.items()
-            )
-            params = jax.tree.unflatten(jax.tree.structure(unbox(params)), leaves)
+    require_arrays(unbox(params))
+    leaf_of = leaves_by_path(unbox(params))
+    state, refused, params = _traced(optimizer, params)
+    if probe and refused:
+        raise next(iter(refused.values()))
     # A compiled or mapped init does not tell the axes: those of two need no telling.
     axes_of = {
         path: kept.axes or MatrixAxes((), (0,), (1,))
@@ -151,50 +132,21 @@ def describe(
         if path not in refused
         and (kept.axes or (kept.rule == MATRIX and np.ndim(leaf_of[path]) == 2))
     }
-    stages = state.polar or [PolarOptions(DEFAULTS)]
-    probed = first_updates(optimizer, params, axes_of) if probe else {}
-    certificate = None
-    if probe and mesh is not None:
-        certificate = certify(optimizer, params, mesh, axes_of)
+    mesh = next((mesh for mesh in map(_mesh, leaf_of.values()) if mesh is not None), None)
+    probed, certificate = dict[Any, FirstUpdate](), None
+    if probe:
+        probed = first_updates(optimizer, params, axes_of)
+        if mesh is not None:
+            certificate = certify(optimizer, params, mesh, axes_of)
     class_of = leaves_by_path(layer_classes(params))
     why_of = {path: kept.why for path, kept in state.kept.items()}
     checks = Checks(leaf_of, axes_of, class_of, why_of)
+    stages = state.polar or [PolarOptions(DEFAULTS)]
     rows, planned = list[ParameterRow](), [list[_Planned]() for _ in stages]
-    for name, (path, leaf) in zip(distinct_names(leaf_of), leaf_of.items(), strict=True):
-        kept = state.kept[path]
-        if path in refused:
-            kept = kept._replace(rule=REFUSED, why="", arrays=None)  # Of a stand-in.
-        row = ParameterRow(
-            path=name,
-            shape=np.shape(leaf),
-            dtype=jnp.result_type(leaf),
-            rule=kept.rule,
-            why=kept.why,
-            parameters=math.prod(np.shape(leaf)),
-            state_bytes=None if kept.arrays is None else nbytes(kept.arrays),
-            layer_class=class_of[path],
-            label=kept.label,
-        )
-        parts: list[tuple[ParameterRow, _Array]] = [(row, ((), ()))]
-        if path in axes_of:
-            parts = list(_parts(row, leaf, axes_of[path], kept.arrays, kept.scale))
-        first = probed.get(path)
-        for index, (part, array) in enumerate(parts):
-            check = list(checks.reasons(path, part)) if path in axes_of else []
-            if row.rule == ADAMW and not jnp.issubdtype(row.dtype, jnp.inexact):
-                check.append(str(row.dtype))  # Its gradients are refused.
-            if path in refused:
-                real = jnp.issubdtype(row.dtype, jnp.floating)
-                check.append("ambiguous" if real else str(row.dtype))
-            if first is not None:
-                check += ["master weights drift"] * first.drifts
-                kind = first.kinds[index if len(first.kinds) == len(parts) else 0]
-                part = dataclasses.replace(
-                    part, first_update=kind, first_update_rms=first.rms
-                )
-            rows.append(dataclasses.replace(part, check=tuple(check)))
-            if part.matrices and part.parameters:
-                planned[kept.stage].append((rows[-1], *array))
+    for stage, row, array in _rows(leaf_of, state, refused, axes_of, probed, checks):
+        rows.append(row)
+        if row.matrices and row.parameters:
+            planned[stage].append((row, *array))
     words, shape, on_device = "", None, None
     if mesh is not None:
         slices = slices_of_mesh(mesh, stages[0].slow_axes) or {}
@@ -204,6 +156,7 @@ def describe(
         words += along and f", slices: {along}"
         if not refused:
             on_device = nbytes_per_device(optimizer, params)
+    platform = _platform(leaf_of.values())
     return Description(
         tuple(rows),
         _plan([stage.platform(platform) for stage in stages], planned, shape),
@@ -218,6 +171,71 @@ def describe(
 # Of an array of matrices: its shape, and the axes of the mesh that shard each of its own.
 _Array: TypeAlias = tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]
 _Planned: TypeAlias = tuple[ParameterRow, tuple[int, ...], tuple[tuple[str, ...], ...]]
+
+
+def _traced(
+    optimizer: optax.GradientTransformation, params: PyTree
+) -> tuple[AbstractState, dict[Any, UndecidedError], PyTree]:
+    """The state, the error of each leaf that is refused, and parameters that are not."""
+    leaf_of, structure = leaves_by_path(unbox(params)), jax.tree.structure(unbox(params))
+    refused: dict[Any, UndecidedError] = {}
+    while True:
+        try:
+            return AbstractState.of(optimizer, params), refused, params
+        except UndecidedError as error:
+            if not leaf_of.keys() - refused >= {*error.paths}:
+                raise
+            refused |= dict.fromkeys(error.paths, error)
+        accepted = dict(leaf_of)
+        for path, why in refused.items():
+            # In place of a dtype, float32. In place of an ambiguous shape, that of a
+            # vector, which any optimizer gives to AdamW.
+            shape = np.shape(leaf_of[path])
+            shape = shape if why.of_dtype else (math.prod(shape),)
+            accepted[path] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        params = jax.tree.unflatten(structure, accepted.values())
+
+
+def _rows(
+    leaf_of: Mapping[Any, Any],
+    state: AbstractState,
+    refused: Collection[Any],
+    axes_of: Mapping[Any, MatrixAxes],
+    probed: Mapping[Any, FirstUpdate],
+    checks: Checks,
+) -> Iterator[tuple[int, ParameterRow, _Array]]:
+    """The rows of all leaves, after their stages of Newton–Schulz, before their arrays."""
+    for name, (path, leaf) in zip(distinct_names(leaf_of), leaf_of.items(), strict=True):
+        kept, first = state.kept[path], probed.get(path)
+        if path in refused:
+            kept = kept._replace(rule=REFUSED, why="", arrays=None)  # Of a stand-in.
+        row = ParameterRow(
+            path=name,
+            shape=np.shape(leaf),
+            dtype=jnp.result_type(leaf),
+            rule=kept.rule,
+            why=kept.why,
+            parameters=math.prod(np.shape(leaf)),
+            state_bytes=None if kept.arrays is None else nbytes(kept.arrays),
+            layer_class=checks.classes[path],
+            label=kept.label,
+        )
+        parts: list[tuple[ParameterRow, _Array]] = [(row, ((), ()))]
+        if path in axes_of:
+            parts = list(_parts(row, leaf, axes_of[path], kept.arrays, kept.scale))
+        for index, (part, array) in enumerate(parts):
+            check = list(checks.reasons(path, part)) if path in axes_of else []
+            if row.rule == ADAMW and not jnp.issubdtype(row.dtype, jnp.inexact):
+                check.append(str(row.dtype))  # Its gradients are refused.
+            if path in refused:
+                real = jnp.issubdtype(row.dtype, jnp.floating)
+                check.append("ambiguous" if real else str(row.dtype))
+            if first is not None:
+                check += ["master weights drift"] * first.drifts
+                part = dataclasses.replace(
+                    part, first_update=first.kinds[index], first_update_rms=first.rms
+                )
+            yield kept.stage, dataclasses.replace(part, check=tuple(check)), array
 
 
 def _platform(leaves: Iterable[Any]) -> str:

@@ -182,8 +182,7 @@ class Description:
     def to_csv(self) -> str:
         """The rows as CSV, with a column for each attribute of :class:`ParameterRow`.
 
-        Write it to ``audit.csv`` in the folder of a run:
-        ``python -m orscale_jax.diagnostics`` shows it in its report.
+        ``python -m examples.report`` shows the file ``audit.csv`` of a run's folder.
         """
         names = [field.name for field in dataclasses.fields(ParameterRow)]
         text = io.StringIO(newline="")
@@ -207,57 +206,23 @@ class Description:
             parameter. ``print`` shows it without these. But it always shows ‖W‖ if the
             norm of a matrix is 0 or not finite.
         """
-        rows, shown = _merged_rows(self.rows), dict(_COLUMNS)
         notes = []
         if len(dtypes := {row.dtype for row in self.rows}) == 1:
-            del shown["dtype"]
-            notes = [f"all parameters are {min(dtypes)}"]
-        odd = any(not 0 < norm < np.inf for row in rows for norm in row.norms or ())
-        for heading in () if wide else _WIDE:
-            if not (odd and heading == "‖W‖"):
-                del shown[heading]
-        table = []
-        for heading, of_row in shown.items():
-            sums = [_sums(*pair).get(heading) for pair in self.totals.items()]
-            values = [of_row(row) for row in rows]
-            cells = [*map(_text, values), "", *map(_text, sums)]
-            if {*cells} - {"", "other" if heading == "class" else ""}:
-                side = "<" if any(isinstance(x, str) and x for x in values) else ">"
-                width = max(map(len, (heading, *cells)))
-                cells = [heading, "─" * width, *cells]
-                cells[2 + len(rows)] = "─" * width
-                table.append([f"{cell:{side}{width}}" for cell in cells])
-        lines = ["  ".join(cells).rstrip() for cells in zip(*table, strict=True)]
+            notes.append(f"all parameters are {min(dtypes)}")
         if (each := self.state_bytes_per_parameter) is not None:
-            on_device = self.state_bytes_per_device
-            told = "" if on_device is None else f", {on_device:,} bytes per device"
-            notes.append(f"state: {each:.4g} bytes per parameter{told}")
-        notes += [""] if notes else []
-        notes += [f"refused: {error}\n" for error in self.refusals]
-        alike: dict[str, dict[str, str]] = {}  # Rules by name without numbers, and with.
-        for row in self.rows:
-            if row.rule == "refused" and row.dtype.kind not in "biu":  # Not integers.
-                path = re.escape(row.path)
-                of_rows = alike.setdefault(re.sub(r"\d+", r"\\d+", path), {})
-                of_rows[path] = _rule(row)
-        if alike:
-            written = [
-                f'    r"^{path}$": {rule}'
-                for text, of_rows in alike.items()
-                for path, rule in (
-                    of_rows
-                    if len({*of_rows.values()}) > 1
-                    else {text: min(of_rows.values())}
-                ).items()
-            ]
-            notes += ["what to write:\nby_path({", *written, "})\n"]
-        if self.plan.groups:
-            where = "stacks for Newton–Schulz"
-            notes.append(f"Newton–Schulz on {self.mesh}" if self.mesh else where)
-            notes += [_of_group(group, bool(self.mesh)) for group in self.plan.groups]
-            notes += [_of_cost(self.plan)] if self.mesh else []
-        notes += [] if self.certificate is None else ["", str(self.certificate)]
-        return "\n".join([*lines, "", *notes]).rstrip()
+            line = f"state: {each:.4g} bytes per parameter"
+            if self.state_bytes_per_device is not None:
+                line += f", {self.state_bytes_per_device:,} bytes per device"
+            notes.append(line)
+        paragraphs = [
+            _table(self.rows, self.totals, wide),
+            "\n".join(notes),
+            *(f"refused: {error}" for error in self.refusals),
+            _what_to_write(self.rows),
+            _of_plan(self.plan, self.mesh),
+            "" if self.certificate is None else str(self.certificate),
+        ]
+        return "\n\n".join(filter(None, paragraphs))
 
     def _repr_html_(self) -> str:
         return f"<pre style='white-space: pre'>{html.escape(str(self))}</pre>"
@@ -287,6 +252,29 @@ _COLUMNS: dict[str, Callable[[ParameterRow], Any]] = {
 _WIDE = {"class", "s", "‖W‖", "parameters"}  # Which print leaves out.
 
 
+def _table(rows: Sequence[ParameterRow], totals: dict[str, Total], wide: bool) -> str:
+    """The columns that say anything, with the sums below them."""
+    lines, shown = _merged_rows(rows), dict(_COLUMNS)
+    if len({row.dtype for row in rows}) == 1:
+        del shown["dtype"]  # A note says it.
+    if not wide:
+        odd = any(not 0 < norm < np.inf for row in lines for norm in row.norms or ())
+        for heading in _WIDE - ({"‖W‖"} if odd else set()):
+            del shown[heading]
+    columns = []
+    for heading, of_row in shown.items():
+        values = [of_row(row) for row in lines]
+        sums = [_sums(name, total).get(heading) for name, total in totals.items()]
+        cells = [*map(_text, values), "", *map(_text, sums)]
+        if {*cells} - {"", "other" if heading == "class" else ""}:
+            side = "<" if any(isinstance(x, str) and x for x in values) else ">"
+            width = max(map(len, (heading, *cells)))
+            cells[len(lines)] = "─" * width
+            cells = [heading, "─" * width, *cells]
+            columns.append([f"{cell:{side}{width}}" for cell in cells])
+    return "\n".join("  ".join(x).rstrip() for x in zip(*columns, strict=True))
+
+
 def _sums(name: str, total: Total) -> dict[str, Any]:
     """What the line of a rule shows, by heading."""
     sums: dict[str, Any] = {"parameter": name, "state bytes": total.state_bytes}
@@ -298,10 +286,22 @@ def _sums(name: str, total: Total) -> dict[str, Any]:
     return sums
 
 
-def _rule(row: ParameterRow) -> str:
-    """What to write in ``by_path`` for a leaf that is refused."""
+def _what_to_write(rows: Sequence[ParameterRow]) -> str:
+    """Rules for the leaves that are refused, of which alike ones share an expression."""
     axes = "MuonDimensionNumbers(reduction_axis=..., output_axis=...)"
-    return f"{axes},  # {row.shape}" if row.check == ("ambiguous",) else '"adamw",'
+    alike: dict[str, dict[str, str]] = {}  # Rules by path, by path without numbers.
+    for row in rows:
+        if row.rule == "refused" and row.dtype.kind not in "biu":  # Not integers.
+            path, rule = re.escape(row.path), '"adamw",'
+            if row.check == ("ambiguous",):
+                rule = f"{axes},  # {row.shape}"
+            alike.setdefault(re.sub(r"\d+", r"\\d+", path), {})[path] = rule
+    lines = []
+    for expression, rules in alike.items():
+        if len({*rules.values()}) == 1:
+            rules = {expression: min(rules.values())}
+        lines += [f'    r"^{path}$": {rule}' for path, rule in rules.items()]
+    return "\n".join(["what to write:", "by_path({", *lines, "})"]) if lines else ""
 
 
 def _text(value: Any) -> str:
@@ -351,6 +351,15 @@ def _merged_rows(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
         )
         merged_rows.append(row)
     return merged_rows
+
+
+def _of_plan(plan: Plan, mesh: str) -> str:
+    """The groups, and on a mesh what a step costs."""
+    if not plan.groups:
+        return ""
+    heading = f"Newton–Schulz on {mesh}" if mesh else "stacks for Newton–Schulz"
+    lines = [heading, *(_of_group(group, bool(mesh)) for group in plan.groups)]
+    return "\n".join([*lines, _of_cost(plan)] if mesh else lines)
 
 
 def _of_group(group: Group, on_mesh: bool) -> str:

@@ -178,7 +178,8 @@ class History:
         with open(self.path, newline="", encoding="utf-8") as file:
             file.seek(start)
             known = [row[1] for row in itertools.islice(csv.reader(file), rows)]
-        if len(steps) == 1 and known == matrices[:rows] != matrices:
+        is_beginning = len(known) < len(matrices) and known == matrices[: len(known)]
+        if len(steps) == 1 and is_beginning:
             self.rewind(min(steps) - 1)  # A process was killed as it wrote the step.
         elif known and known != matrices:
             pairs = itertools.zip_longest(matrices, known)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from orscale_jax.diagnostics.reading import held, matrices_of
+from orscale_jax.diagnostics.reading import entries_of, matrices_of
 from orscale_jax.newton_schulz.polar import polar_factor
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
@@ -74,7 +74,7 @@ def measure(
       3.0
     """
     params = unbox(trained(params, state))
-    like = held(unbox(getattr(state, "opt_state", state)))
+    like = entries_of(unbox(getattr(state, "opt_state", state)))
     if like is None:  # Of other optimizers with momentum, too.
         matrices = Matrices.of(weight_dimension_numbers, params)
     else:

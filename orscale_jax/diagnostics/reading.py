@@ -124,7 +124,7 @@ def read(
         for path, numbers in by_name(node.numbers).items()
     }
     initial = _by_path(x.initial_norm for x in nodes_of(state, InitialNormState))
-    if (like := held(state)) is None:
+    if (like := entries_of(state)) is None:
         remedy = "pass the state of an optimizer of orscale_jax"
         validate.refuse("state", type(state), remedy)
     matrices = matrices_of(params, weight_dimension_numbers, like, "the state")
@@ -180,7 +180,7 @@ def _by_path(trees: Iterable[PyTree]) -> ByPath:
     return {names_on(path): array for path, array in leaves}
 
 
-def held(state: Any) -> ByPath | None:
+def entries_of(state: Any) -> ByPath | None:
     """An array with an entry for each matrix, of each leaf; None of other optimizers.
 
     It is None for a leaf of which the state holds the momentum alone.
