@@ -16,8 +16,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import Locator, LogLocator, MaxNLocator, NullLocator
 
+from examples import figure_style as style
 from orscale_jax.diagnostics.history import FILE_NAME
 from orscale_jax.diagnostics.problems import Problem, find_problems
 
@@ -33,7 +34,10 @@ NUMBERS = {
     "relative_step": "η r̂ ‖D‖/‖W‖", "at_r_min": "at r_min", "at_r_max": "at r_max",
     "started": "started", "anchored": "anchored",
 }  # fmt: skip
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#C9B400")
+COLORS = (
+    style.BLUE, style.VERMILION, style.GREEN, style.PURPLE, style.ORANGE, style.SKY,
+    "#C9B400",  # A yellow that is visible on paper.
+)  # fmt: skip
 
 PAGE = string.Template("""\
 <!doctype html>
@@ -140,7 +144,7 @@ def uniform_part(rows: pd.DataFrame) -> pd.DataFrame:
             name: np.exp(np.average(log[own], weights=weight[own] + 1e-30) - mean)
             for name, own in rows.groupby("class").groups.items()
         }
-        return pd.Series({"uniform": np.exp(mean), "spread": spread} | of_classes)
+        return pd.Series(of_classes | {"uniform": np.exp(mean), "spread": spread})
 
     return pd.DataFrame({step: of_step(group) for step, group in rows.groupby("step")}).T
 
@@ -189,15 +193,24 @@ def by_class(column: str, factor: float = 1) -> Callable[[pd.DataFrame], pd.Data
     return means
 
 
+def ratios_by_growth(rows: pd.DataFrame) -> dict[str, pd.Series]:
+    """Of each class, r of its matrices at the last step, by their growth."""
+    last = rows[rows["step"] == rows["step"].iloc[-1]]
+    last = last[(last["growth"] > 0) & (last["raw_trust_ratio"] > 0)].set_index("growth")
+    return {name: own["raw_trust_ratio"] for name, own in last.groupby("class")}
+
+
 class Entry(NamedTuple):
-    """A figure: a line for each column of a table by steps, or points."""
+    """A figure of lines over steps, or of a point for each matrix."""
 
     title: str
     needs: tuple[str, ...]  # Columns of the history.
     label: str  # Of the vertical axis.
-    table: Callable[[pd.DataFrame], pd.DataFrame]
+    lines: Callable[[pd.DataFrame], Any]  # To series by name, such as a data frame.
     log: bool
     caption: str
+    points_over: str = ""  # The label of the horizontal axis, if it is not the step.
+    limits: tuple[float, float] | None = None  # Of the vertical axis.
 
 
 # By the name of its file.
@@ -219,15 +232,18 @@ FIGURES = {
     ),
     "growth_against_ratio": Entry(
         "Growth against ratio", ("growth", "raw_trust_ratio"), "r before the clip",
-        lambda rows: rows[rows["step"] == rows["step"].iloc[-1]], True,
+        ratios_by_growth, True,
         "Each point is a matrix at the last step. The distance from the line is the "
         "factor ‖D₀‖/‖D‖: points far below it had a small first direction, on which c is "
         "anchored.",
+        points_over="growth ‖W‖/‖W₀‖",
     ),
     "bounds": Entry(
         "Matrices at a bound", ("at_r_min", "at_r_max"), "matrices at a bound (%)",
-        lambda rows: 100 * rows.groupby("step")[["at_r_min", "at_r_max"]].mean(), False,
+        lambda rows: 100 * rows.groupby("step")[["at_r_min", "at_r_max"]]
+        .mean().rename(columns=NUMBERS), False,
         "Where the clip decides, the ratio no longer tells layers apart.",
+        limits=(-3, 103),
     ),
     "relative_step": Entry(
         "Relative step", ("relative_step",), "relative step (% of ‖W‖)",
@@ -245,34 +261,40 @@ FIGURES = {
 }  # fmt: skip
 
 
+@style.styled
 def figure_of(entry: Entry, rows: pd.DataFrame) -> Figure:
-    """A figure of the history."""
-    figure = Figure(figsize=(4.4, 3.8), layout="constrained")
-    axes, table = figure.subplots(), entry.table(rows)
-    if entry.title.startswith("Growth"):
-        x, y = entry.needs
-        table = table[(table[x] > 0) & (table[y] > 0)]
-        for color, (name, of_class) in zip(
-            COLORS * 2, table.groupby("class"), strict=False
-        ):
-            axes.scatter(of_class[x], of_class[y], s=22, alpha=0.75, c=color, label=name)
-        axes.axline((1, 1), (2, 2), color="grey", lw=0.9)
-        axes.set(xlabel="growth ‖W‖/‖W₀‖", xscale="log")
-    else:
-        for index, (name, line) in enumerate(table.items()):
-            style: Any = {"color": COLORS[index % 7], "ls": "-" if index < 7 else "--"}
-            axes.plot(line.dropna(), marker="." * (len(line) < 20), label=name, **style)
-        axes.set_xlabel("step")
-    axes.set_ylabel(entry.label)
+    """A figure of the history, in which each class has the same color as in others."""
+    figure = Figure(figsize=(6, 4.4))
+    axes, classes = figure.subplots(), sorted(rows["class"].unique())
+    for index, (name, line) in enumerate(entry.lines(rows).items()):
+        place = classes.index(name) if name in classes else index
+        color = style.BLACK if name == "uniform" else COLORS[place % len(COLORS)]
+        form = "-" if place < len(COLORS) else "--"
+        few = len(line) < 20 or entry.points_over
+        axes.plot(
+            line.dropna(), color=color, marker="o" if few else "", markersize=4,
+            ls="" if entry.points_over else form, label=name,
+        )  # fmt: skip
+    axes.set(xlabel=entry.points_over or "step", ylabel=entry.label)
+    if entry.limits:
+        axes.set_ylim(entry.limits)
+    if entry.points_over:
+        axes.axline((1, 1), (2, 2), color=style.GRAY, lw=0.9)
+        axes.set_xscale("log")
     if entry.log:
         axes.set_yscale("log")
-        for axis in (axes.xaxis, axes.yaxis):
-            if axis.get_scale() == "log":
-                axis.set(major_locator=LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-                axis.set(minor_locator=NullLocator())
-                axis.set_major_formatter("{x:g}")
+    for axis, (least, most) in (
+        (axes.xaxis, axes.get_xlim()),
+        (axes.yaxis, axes.get_ylim()),
+    ):
+        if axis.get_scale() == "log":
+            locator: Locator = LogLocator(subs=(1, 2, 5) if most < 100 * least else (1,))
+            if most < 3 * least:  # Powers of ten would give one tick or none.
+                locator = MaxNLocator(5)
+            axis.set(major_locator=locator, minor_locator=NullLocator())
+            axis.set_major_formatter("{x:g}")
     if axes.get_legend_handles_labels()[1]:
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+        figure.legend(loc="outside lower center", ncols=3)
     texts: list[Any] = figure.findobj(Text)
     for text in texts:
         text.set_parse_math(False)  # A name may hold a dollar.
@@ -295,7 +317,7 @@ def write_report(
         content = f"<p>Left out. The history has no {' and no '.join(lacking)}.</p>"
         image.unlink(missing_ok=True)  # It may be left from an earlier report.
         if not lacking:
-            figure_of(entry, shown).savefig(image, dpi=180)
+            figure_of(entry, shown).savefig(image, dpi=150)
             data = base64.b64encode(image.read_bytes()).decode()
             content = f'<img alt="{entry.label}" src="data:image/png;base64,{data}">'
         figures += f"<figure><h3>{entry.title}</h3>{content}{entry.caption}</figure>"

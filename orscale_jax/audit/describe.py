@@ -204,7 +204,7 @@ def _rows(
     probed: Mapping[Any, FirstUpdate],
     checks: Checks,
 ) -> Iterator[tuple[int, ParameterRow, _Array]]:
-    """The rows of all leaves, after their stages of Newton–Schulz, before their arrays."""
+    """The rows of all leaves, each with its stage of Newton–Schulz and its array."""
     for name, (path, leaf) in zip(distinct_names(leaf_of), leaf_of.items(), strict=True):
         kept, first = state.kept[path], probed.get(path)
         if path in refused:

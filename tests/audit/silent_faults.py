@@ -315,14 +315,14 @@ FAULTS = {
         "unknown",
     ),
     "the scale of a shard": (
-        "Megatron-LM 6380", scale_of("shard"), "down", "times as large: a norm or a scale",
+        "Megatron-LM 6380", scale_of("shard"), "down", "times as large: a norm or",
     ),
     "the scale of padded rows": (
-        "DeepSpeed 8384", scale_of("padded"), "up", "times as large: a norm or a scale",
+        "DeepSpeed 8384", scale_of("padded"), "up", "times as large: a norm or",
     ),
     "fan-in and fan-out exchanged": (
         "the recipes of several trainers", scale_of("exchanged"), "up",
-        "times as large: a norm or a scale",
+        "times as large: a norm or",
     ),
     "a result that goes to another device": (
         "KellerJordan/Muon 28", a_trainers(another_shard), "up",
