@@ -9,7 +9,6 @@ plan         the report of the plan of Newton–Schulz
 probe        what an optimizer's first update does
 certificate  whether an update on a mesh is that of one device, and what is sent for it
 program      what a compiled program sends and multiplies
-resumed      the check of a restored state
 state        the abstract state of an optimizer, by parameter
 checks       reasons to look at a matrix
 ===========  =======================================================================

@@ -218,7 +218,8 @@ def certify(
         on_mesh, on_one = chain_on(running), chain_on(single)
         found, differences = _compared(on_mesh, on_one, weights, grads, leaves)
         noise = _noise(on_one, weights, grads, leaves, differences, nudge)
-        for i, limit in ((i, _MARGIN * x) for i, x in noise.items()):
+        for i, error in noise.items():
+            limit = _MARGIN * error
             if found[i] <= limit or limit >= 1:
                 del differences[i]
             if limit >= 1:
@@ -231,19 +232,17 @@ def certify(
         for i in differences.keys() - causes.keys():
             causes[i] = "only in the parameters' dtypes: a cast, or a narrow sum"
         errors.append(found)
-    rows = (
-        CertificateRow(leaf.name, of_leaf, causes.get(i, ""))
-        for i, (leaf, of_leaf) in enumerate(
-            zip(leaves, zip(*errors, strict=True), strict=True)
-        )
+    rows = tuple(
+        CertificateRow(leaf.name, tuple(found[i] for found in errors), causes.get(i, ""))
+        for i, leaf in enumerate(leaves)
     )
     devices = mesh.size if isinstance(mesh, Mesh) else running.size
     words = " × ".join(f"{size} {name}" for name, size in running.shape.items())
-    return Certificate(words, tuple(rows), *_of_program(program, alone, devices))
+    return Certificate(words, rows, *_of_program(program, alone, devices))
 
 
 class _Leaf(NamedTuple):
-    """A parameter: its name, what it is like, how it is sharded and read as matrices."""
+    """A parameter, the axes of the mesh that shard it, and those of its matrices."""
 
     name: str
     shape: tuple[int, ...]
@@ -259,8 +258,9 @@ def _leaves(params: PyTree, axes_of: Mapping[Any, MatrixAxes]) -> Iterator[_Leaf
     for name, path, leaf in leaves:
         sharding, axes = getattr(leaf, "sharding", None), (*range(np.ndim(leaf)),)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-        read = axes_of.get(path) or MatrixAxes(axes[:-2], axes[-2:-1], axes[-1:])
-        yield _Leaf(name, np.shape(leaf), jnp.result_type(leaf), spec, read)
+        last_two = MatrixAxes(axes[:-2], axes[-2:-1], axes[-1:])
+        matrices = axes_of.get(path, last_two)
+        yield _Leaf(name, np.shape(leaf), jnp.result_type(leaf), spec, matrices)
 
 
 def _widened(dtype: Any) -> Any:
@@ -492,7 +492,7 @@ def _cause(
         factors = [_factor(found[at], values) for at, values in of_shards]
         if factors and None not in factors:
             return f"each shard along {' and '.join(names)} is computed alone"
-    return "unknown"
+    return "no cause was found"
 
 
 def _factor(found: Array, wanted: Array) -> float | None:

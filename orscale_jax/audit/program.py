@@ -5,16 +5,14 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_BITS = {"pred": 8, "bf16": 16} | {
-    f"{kind}{bits}": bits for kind in "fsu" for bits in (4, 8, 16, 32, 64)
-}
 _COLLECTIVES = {
     "all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all",
     "reduce-scatter",
 }  # fmt: skip
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z\d-]*)\((.*)")
-_ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+# Such as bf16[8,16], f8e4m3fn[2] and pred[], of which an entry has 16, 8 and 8 bits.
+_ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
 _RUNS = re.compile(  # What the other opcodes apply is no more than an addition.
     r"(fusion|call|while|conditional|async-start)(-start)?$"
 )
@@ -40,10 +38,13 @@ class Instruction(NamedTuple):
         return re.findall(r"%([\w.-]+)", self.rest.partition(")")[0])
 
     @property
-    def arrays(self) -> list[tuple[str, list[int]]]:
-        """The dtype and the shape of each of its arrays."""
+    def arrays(self) -> list[tuple[int, list[int]]]:
+        """The bits of an entry and the shape of each of its arrays."""
         found = _ARRAY.findall(self.type)
-        return [(kind, [int(x) for x in sizes.split(",") if x]) for kind, sizes in found]
+        return [
+            (int(bits or 8), [int(x) for x in sizes.split(",") if x])
+            for bits, sizes in found
+        ]
 
     def devices(self, all_of_them: int) -> int:
         """How many devices take part in a collective together."""
@@ -55,7 +56,8 @@ class Instruction(NamedTuple):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", self.rest))
         # 'fsdp':(2)2 is a part of an axis, of length 2.
         parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", axes)
-        return math.prod(int(part or sizes[name]) for name, part in parts) or all_of_them
+        named = (int(part or sizes[name]) for name, part in parts)
+        return math.prod(named) if axes else all_of_them
 
 
 Program = dict[str, dict[str, Instruction]]  # The instructions of each computation.
@@ -107,7 +109,7 @@ def sent_by(run: Run, devices: int) -> tuple[str, int]:
     kind = x.opcode.removesuffix("-done")
     if kind not in _COLLECTIVES:
         return "", 0
-    nbytes = times * sum(_BITS.get(k, 0) * math.prod(s) // 8 for k, s in x.arrays)
+    nbytes = times * sum(bits * math.prod(shape) // 8 for bits, shape in x.arrays)
     start = beside[x.operands[0]] if x.opcode.endswith("-done") else x
     together = start.devices(devices)
     if kind == "collective-permute":

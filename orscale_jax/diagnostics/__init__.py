@@ -1,4 +1,4 @@
-"""See what the optimizer does: readouts, warnings, a history, a report.
+"""See what the optimizer does: readouts, warnings, a history.
 
 =============  =====================================================================
 read           norms, ratios and steps of every matrix, inside of jit

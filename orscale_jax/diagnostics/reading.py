@@ -90,7 +90,7 @@ def read(
       learning_rate: The :math:`\eta` of the last update, or the schedule of the
         optimizer, whose count is in the state. If parameters have different rates, a tree
         of numbers like the parameters, or a prefix of one. None: the rate of
-        :func:`optax.inject_hyperparams`, if the state has one; otherwise
+        :func:`optax.inject_hyperparams`, if the state has exactly one; otherwise
         ``relative_step`` is None. A later :func:`orscale_jax.scale_by_path` is ignored.
 
     Returns:
@@ -264,8 +264,11 @@ def _of_matrices(
 def _learning_rates(given: Any, state: PyTree, params: PyTree) -> PyTree:
     """η of the last update of each parameter; none if it is not known."""
     if given is None:
+        # A parameter may be called like a hyperparameter.
         injected = [
-            rate for _, rate in optax.tree.get_all_with_path(state, "learning_rate")
+            rate
+            for path, rate in optax.tree.get_all_with_path(state, "learning_rate")
+            if len(path) > 1 and getattr(path[-2], "name", "") == "hyperparams"
         ]
         given = injected[0] if len(injected) == 1 else None
     if callable(given):

@@ -300,7 +300,7 @@ FAULTS = {
     ),
     "a momentum's norm summed over replicas": (
         "marin, 2.5 to 7 times", a_trainers(replicas_counted), "up",
-        "unknown",
+        "no cause was found",
     ),
     "a clip by a norm summed over replicas": (
         "NeMo-RL 3788", optax.chain(clip(tuple(AXES)), optax.sgd(1.0)), "up",
@@ -312,7 +312,7 @@ FAULTS = {
     ),
     "shards divided by norms of their own": (
         "DeepSpeed 8475, before Muon", a_trainers(norms_of_shards), "up",
-        "unknown",
+        "no cause was found",
     ),
     "the scale of a shard": (
         "Megatron-LM 6380", scale_of("shard"), "down", "times as large: a norm or",
@@ -326,7 +326,7 @@ FAULTS = {
     ),
     "a result that goes to another device": (
         "KellerJordan/Muon 28", a_trainers(another_shard), "up",
-        "unknown",
+        "no cause was found",
     ),
     "matrices that no device computes": (
         "KellerJordan/Muon 28", a_trainers(owners), "stack",
@@ -334,13 +334,13 @@ FAULTS = {
     ),
     "matrices in another order": (
         "KellerJordan/Muon 28", a_trainers(rolled), "stack",
-        "unknown",
+        "no cause was found",
     ),
     "AdamW where the mesh leaves rows over": (
-        "prime-rl 3438", a_trainers(falls_back), "up", "unknown",
+        "prime-rl 3438", a_trainers(falls_back), "up", "no cause was found",
     ),
     "no Newton–Schulz in one configuration": (
-        "DeepSpeed 8442", a_trainers(plain), "up", "unknown",
+        "DeepSpeed 8442", a_trainers(plain), "up", "no cause was found",
     ),
     "replicas that drift": (
         "NeMo Automodel 3822", a_trainers(noise_of_its_own), "up",
@@ -355,6 +355,6 @@ FAULTS = {
     ),
     "8-bit momentum decoded by other shards": (
         "this library", optax.chain(codes_of_shards(), PLAIN), "up",
-        "unknown",
+        "no cause was found",
     ),
 }  # fmt: skip

@@ -648,7 +648,8 @@ CSV = """\
 path,shape,dtype,rule,parameters,state_bytes,layer_class,label,why,matrices,m,n,scale,\
 norms,block,blocks,check,first_update,first_update_rms
 bias,"(1000,)",float32,adamw,1000,8000,bias,,shape,0,0,0,,,,,,,
-layers.stack,"(2, 1, 4)",float32,matrix,8,88,other,,rule,2,1,4,0.4,"(2.0, 4.4721360206604)",,,,,
+layers.stack,"(2, 1, 4)",float32,matrix,8,88,other,,rule,2,1,4,0.4,\
+"(2.0, 4.4721360206604)",,,,,
 wte,"(2, 2)",float32,adamw,4,32,embedding,,name,0,0,0,,,,,,,
 """
 

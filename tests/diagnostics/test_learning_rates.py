@@ -49,8 +49,8 @@ PARTIAL = jax.tree_util.Partial(lambda start, step: start * (1 + step), 0.01)
 )  # fmt: skip
 def test_relative_steps_are_what_the_weights_have_done(build, slow, fast, given):
     state, params, moved = after_two_steps(build, slow, fast)
-    arguments = {} if given is None else {"learning_rate": given}
-    found = jax.jit(functools.partial(read, **arguments))(state, params).relative_step
+    reading = jax.jit(functools.partial(read, learning_rate=given))(state, params)
+    found = reading.relative_step
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, moved)
 
 
@@ -74,6 +74,10 @@ def test_what_must_be_wrong_is_refused(given, message):
 
 
 def test_an_injected_rate():
-    optimizer = injected(0.1)
-    _, state = optimizer.update(PARAMS, optimizer.init(PARAMS), PARAMS)
-    assert read(state, PARAMS).relative_step["a"]["w"] > 0
+    """Also beside a parameter that is called like it; of two rates, none is taken."""
+    optimizer, params = injected(0.1), {"learning_rate": jnp.eye(3)}
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    wanted = read(state, params, learning_rate=0.1).relative_step["learning_rate"]
+    assert read(state, params).relative_step["learning_rate"] == wanted > 0
+    state, params, _ = after_two_steps(injected, 0.01, 0.1)
+    assert read(state, params).relative_step is None
