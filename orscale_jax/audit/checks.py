@@ -16,8 +16,9 @@ from orscale_jax.parameters.kinds import (
     OTHER,
     in_words,
     kind_of,
+    kinds,
 )
-from orscale_jax.trees.names import Path, dotted, keys_on, without_names
+from orscale_jax.trees.names import Path, dotted, keys_on, names_on, without_names
 
 # Several projections in one. Of latent attention, kv a and kv down are one projection.
 _FUSED = re.compile(
@@ -64,18 +65,21 @@ class Checks:
         self,
         leaf_of: Mapping[Any, Any],
         axes_of: Mapping[Any, MatrixAxes],
-        class_of: Mapping[Any, str],
         why_of: Mapping[Any, str],
     ) -> None:
-        """Collect it from leaves, axes of matrices, classes and reasons for rules."""
+        """Collect it from leaves, axes of matrices and reasons for rules."""
         self.shapes = {path: np.shape(leaf) for path, leaf in leaf_of.items()}
-        self.axes = axes_of
+        by_name = kinds(leaf_of)
+        self.axes, self.kinds = (
+            axes_of,
+            {path: by_name[names_on(path)] for path in leaf_of},
+        )
         # Modules by their keys in words, and the paths of all parameters below each.
         self.modules = {path: _module(path) for path in leaf_of}
         self.below: dict[Path, list[Any]] = collections.defaultdict(list)
         # Embeddings that a head may have the length of, by their number of rows.
         self.vocabularies: dict[int, str] = {}
-        self.knows_output = "head" in class_of.values() or OUTPUT in why_of.values()
+        self.knows_output = "head" in by_name.values() or OUTPUT in why_of.values()
         # By path, the keys above it, and the lengths that the outputs of a layer may fit:
         # sides of matrices, and widths.
         self.above = {path: keys_on(path)[:-1] for path in leaf_of}
@@ -87,7 +91,7 @@ class Checks:
                 self.below[module[:depth]].append(path)
             shape = self.shapes[path]
             if (
-                class_of[path] == "embedding"
+                self.kinds[path] == "embedding"
                 and len(shape) == 2
                 and shape[0] != shape[1]
                 and (kind_of(module[-1]) in EMBEDDING_OR_HEAD or module[-1] == "shared")
@@ -98,7 +102,7 @@ class Checks:
     def reasons(self, path: Any, row: ParameterRow) -> Iterator[str]:
         """Why a leaf of matrices, or a block of it, may be something else."""
         keys, name = keys_on(path), ".".join(in_words(path))
-        axes, shape, kind = self.axes[path], self.shapes[path], row.layer_class
+        axes, shape, kind = self.axes[path], self.shapes[path], row.kind
         above, module = self.modules[path][:-1], self.modules[path][-1:]
         neighbours = {self.modules[other][len(above)] for other in self._beside(path)}
         is_up, is_down = (any(map(words.search, module)) for words in (_UP, _DOWN))
@@ -140,11 +144,11 @@ class Checks:
         ):
             yield "stack of vectors?"
         longer = max(row.m, row.n) // max(1, min(row.m, row.n))
-        heads = np.prod(row.batch_shape) > 1 and _ATTENTION.search(name)
+        heads = row.matrices > 1 and _ATTENTION.search(name)
         expected = router or heads or kind in NO_MATRIX or _LORA.search(name)
         if longer >= _THIN and not expected:
             yield f"{longer} times as long"
-        if 1 in row.batch_shape:
+        if any(shape[axis] == 1 for axis in axes.batch):
             yield "batch of one"
 
     def _is_twice_as_wide(self, path: Any, row: ParameterRow) -> bool:

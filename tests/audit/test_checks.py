@@ -266,5 +266,5 @@ def test_a_scanned_model_by_the_list_in_the_error():
     broad = {"kernel": Dims(-2, -1), "": Dims(-2, -1)}
     for row in described(params, by_path(broad)).rows:
         assert row.rule == "matrix"
-        expected = {"bias": ["bias?"], "norm": ["norm?"]}.get(row.layer_class, [])
+        expected = {"bias": ["bias?"], "norm": ["norm?"]}.get(row.kind, [])
         assert [mark for mark in row.check if "?" in mark] == expected

@@ -35,7 +35,7 @@ def answers(tree, numbers=None):
     return {
         id(leaf): (
             row.rule,
-            row.layer_class,
+            row.kind,
             [AS_LONG.sub("as long", c) for c in row.check],
         )
         for leaf, row in zip(leaves, rows, strict=True)
@@ -157,7 +157,7 @@ def test_names_of_matrices_and_of_vectors(sep):
         path = name.replace(".", sep or ".")
         [row] = (row for row in describe(tree).rows if row.path == path)
         assert row.rule == ("matrix" if name in MATRICES else "adamw"), name
-        assert row.layer_class == "head" or name not in HEADS
+        assert row.kind == "head" or name not in HEADS
 
 
 def test_names_beside_decide_about_an_output_and_a_b():
@@ -298,6 +298,6 @@ def test_a_name_beside_another_says_that_a_layer_is_a_head():
 def test_all_layers_inside_of_a_head_are_the_heads(layers):
     tree = {f"classifier.{key}": {"weight": leaf(8, 8)} for key in layers.split()}
     tree |= {"encoder": {"0": {"weight": leaf(8, 8)}}}
-    kinds = {row.path: (row.rule, row.layer_class) for row in describe(tree).rows}
+    kinds = {row.path: (row.rule, row.kind) for row in describe(tree).rows}
     assert kinds.pop("encoder.0.weight") == ("matrix", "other")
     assert set(kinds.values()) == {("adamw", "head")}
