@@ -261,7 +261,9 @@ def classes_of(classes: PyTree | None, tree: PyTree) -> list[str]:
 
 
 def layer_names(params: PyTree) -> PyTree:
-    """Name the layer of each parameter: its path, with ``*`` for all numbers.
+    """Name the layer of each parameter: its path, with ``*`` for the numbers of layers.
+
+    They are the numbers that are keys, or follow an underscore, as in ``Block_0``.
 
     Args:
       params: The parameters, which may be abstract, boxed or masked.
@@ -278,7 +280,7 @@ def layer_names(params: PyTree) -> PyTree:
     """
 
     def name(path: Any, _: Any) -> str:
-        layer = re.sub(r"\d+", "*", dotted(path))
+        layer = re.sub(r"(?<![A-Za-z0-9])\d+", "*", dotted(path))
         return re.sub(r"\.(kernel|weight|w)$", "", layer) or OTHER
 
     return jax.tree.map_with_path(name, unbox(params))

@@ -18,6 +18,7 @@ _LINES = 16  # Of a list of parameters in a message.
 # What stands between the names in one key of a flat dictionary: "mlp.up", "mlp/~/up",
 # "mlp__up", "['mlp']['up']"; ":0" follows the names of TensorFlow's variables.
 _BETWEEN = re.compile(r":\d+$|[./~:|\[\]'\"]+|__+")
+_AXES = re.compile(r"_[A-Z](x[A-Z])+$")  # midGPT's weight_MxN names its axes.
 _WORD = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*|\d+")
 # Attributes of boxes that were flattened away, below the name of the array in the box.
 _BOXES = frozenset({"value", "raw_value", "array", "data_array"})
@@ -80,7 +81,7 @@ def of_shape(leaf: Any) -> str:
 @functools.lru_cache(maxsize=2**16)
 def words(key: str) -> str:
     """A snake_case or CamelCase name as words: "LMHead_0" is "lm head 0"."""
-    return " ".join(_WORD.findall(key)).lower()
+    return " ".join(_WORD.findall(_AXES.sub("", key))).lower()
 
 
 def folded(leaves: Sequence[tuple[str, str]]) -> str:

@@ -124,6 +124,7 @@ BIASES = {"one.bias": (12,), "two.bias": (20,), "readout.bias": (7,)}
 OUTPUT = {"readout.kernel": "output layer?"}
 TORCH = {"one.weight": (12, 8), "two.weight": (20, 12), "readout.weight": (7, 20)}
 STACKED = {"layers.qkv.kernel": (3, 8, 24), "layers.norm.scale": (3, 8)}
+AXES = {"attn.c_attn.weight_MxN": (3, 24, 8), "attn.c_proj.weight_MxN": (3, 8, 8)}
 SHORT = {"a": (8, 99), "b": (1, 8), "c": (8, 12)}
 
 
@@ -138,6 +139,7 @@ SHORT = {"a": (8, 99), "b": (1, 8), "c": (8, 12)}
         # An axis that all neighbours have is one of layers or experts, and splits none.
         (STACKED, LAYERS, {"layers.qkv.kernel": "fused?"}),
         (STACKED | {"layers.norm.scale": (8,)}, LAYERS, {}),
+        (AXES, {"weight": Dims(2, 1)}, {"attn.c_attn.weight_MxN": "fused?"}),
         (
             {"experts.gate_up": (2, 8, 16), "experts.down": (2, 8, 8)},
             STACK,

@@ -120,6 +120,7 @@ MATRICES = """
     blocks.0.sa.heads.0.key.weight attention.head_dim_proj.kernel header_w
     layers.3.attention.score.weight layers.3.mlp.output_layer.weight
     multi_head_attention.kernel layers.0.multi_head.kernel multi_head_w
+    attn.c_attn.weight_MxN
 """.split()
 ADAMW = """
     cvf.scale envelope.pi envelope.0.sigma actor.log_std actor_logstd log_sigma
@@ -137,7 +138,7 @@ ADAMW = """
 
 
 HEADS = """
-    head_w lm_head_kernel classifier_weight stage3.lm_head_w head_dist.weight
+    lm_head.weight_MxN head_VxD head_w lm_head_kernel classifier_weight stage3.lm_head_w head_dist.weight
     heads.0.weight heads.head.weight score.weight
     decoder.output_layer.weight params.output_layer.kernel
 """.split()
