@@ -35,7 +35,7 @@ _UP = re.compile(
 _DOWN = re.compile(
     r"\b(down|out(put)?|wo|w2|(fc|lin|linear)2|(fc|dense|linear) 1|4 h to h|c proj)\b"
 )
-_ATTENTION = re.compile(r"att(entio)?n|\b(w?[qkvo]|query|key|value)\b")
+_ATTENTION = re.compile(r"att(entio)?n|\b(w?([qkvo]|q?kv)|query|key|value)\b")
 _HIDDEN = re.compile(r"att(entio)?n|\b(mlp\d*|ffn?|ffw|feed ?forward|experts?)\b")
 _ROUTER = re.compile(r"\b(router|gating)\b(?! (einsum|linear))|\bgate\d*( \d+)*(\.|$)")
 # Beside the gate of a gated MLP.

@@ -545,7 +545,7 @@ stacks for Newton–Schulz
 2 of 1 × 4: layers.stack
 """
 WIDE = """\
-parameter     shape      rule    why    class      matrices      s  ‖W‖        parameters  state bytes
+parameter     shape      rule    why    kind       matrices      s  ‖W‖        parameters  state bytes
 ────────────  ─────────  ──────  ─────  ─────────  ──────────  ───  ─────────  ──────────  ───────────
 bias          (1000,)    adamw   shape  bias                                        1,000        8,000
 layers.stack  (2, 1, 4)  matrix  rule   other      2 of 1 × 4  0.4  2 … 4.472           8           88

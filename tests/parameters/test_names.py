@@ -138,7 +138,8 @@ ADAMW = """
 
 
 HEADS = """
-    lm_head.weight_MxN head_VxD head_w lm_head_kernel classifier_weight stage3.lm_head_w head_dist.weight
+    head_w lm_head_kernel classifier_weight stage3.lm_head_w head_dist.weight
+    lm_head.weight_MxN head_VxD
     heads.0.weight heads.head.weight score.weight
     decoder.output_layer.weight params.output_layer.kernel
 """.split()
