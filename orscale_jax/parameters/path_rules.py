@@ -39,9 +39,7 @@ Rules: TypeAlias = ByExpression[Rule]
 
 
 def by_path(
-    rules: Rules,
-    *,
-    otherwise: WeightDimensionNumbers = None,
+    rules: Rules, *, otherwise: WeightDimensionNumbers = None
 ) -> Callable[[PyTree], PyTree]:
     r"""Make weight dimension numbers from rules on the paths of the parameters.
 
@@ -246,11 +244,11 @@ def _pattern(name: str, expression: Any) -> re.Pattern[str]:
         ) from error
 
 
-def refuse_step_count(tree: PyTree, argument: str = "weight_dimension_numbers") -> None:
+def refuse_step_count(tree: PyTree) -> None:
     """Refuse a step count: optax.inject_hyperparams takes functions for schedules."""
     integer = isinstance(tree, jax.Array) and jnp.issubdtype(tree.dtype, jnp.integer)
     if integer and tree.ndim == 0:
         raise ValueError(
-            f"{argument} was called with a step count, as a schedule is: pass "
-            f'static_args="{argument}" to optax.inject_hyperparams.'
+            "weight_dimension_numbers was called with a step count, as a schedule is: "
+            'pass static_args="weight_dimension_numbers" to optax.inject_hyperparams.'
         )
