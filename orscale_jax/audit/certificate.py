@@ -202,7 +202,12 @@ def certify(
     leaves, structure = [*_leaves(params, axes_of)], jax.tree.structure(params)
     chain_on = functools.partial(_Chain, optimizer, structure, [x.spec for x in leaves])
     own = [leaf.dtype for leaf in leaves]
-    wide = [_widened(dtype) for dtype in own]
+    wide = [
+        jnp.promote_types(dtype, jnp.float32)
+        if jnp.issubdtype(dtype, jnp.inexact)
+        else dtype
+        for dtype in own
+    ]
     passes = [(wide, _NUDGE)]
     if own != wide:
         passes.append((own, _OWN_NUDGE))
@@ -261,11 +266,6 @@ def _leaves(params: PyTree, axes_of: Mapping[Any, MatrixAxes]) -> Iterator[_Leaf
         last_two = MatrixAxes(axes[:-2], axes[-2:-1], axes[-1:])
         matrices = axes_of.get(path, last_two)
         yield _Leaf(name, np.shape(leaf), jnp.result_type(leaf), spec, matrices)
-
-
-def _widened(dtype: Any) -> Any:
-    inexact = jnp.issubdtype(dtype, jnp.inexact)
-    return jnp.promote_types(dtype, jnp.float32) if inexact else dtype
 
 
 def _of_program(
