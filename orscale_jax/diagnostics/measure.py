@@ -6,18 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from orscale_jax.diagnostics.reading import entries_of, matrices_of
 from orscale_jax.newton_schulz.polar import polar_factor
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms import momentum as int8_blocks
 from orscale_jax.transforms.matrices import Matrices, compute_dtype
-from orscale_jax.transforms.momentum import Int8TraceState
+from orscale_jax.transforms.momentum import TRACE, TRACE_SCALE, decode
 from orscale_jax.trees.boxes import PyTree, trained, unbox
-from orscale_jax.trees.names import Path, name_and_shape, names_on, quoted
-from orscale_jax.trees.nodes import nodes_of
+from orscale_jax.trees.checks import state_arrays
+from orscale_jax.trees.names import Path, name_and_shape, names_on
 
 MEASUREMENTS = ("momentum_stable_rank", "polar_error")
 
@@ -105,32 +103,31 @@ def _measured(polar: Callable[..., Any], m: jax.Array) -> tuple[jax.Array, jax.A
 
 def _momenta(state: Any, matrices: Matrices, params: PyTree) -> list[jax.Array]:
     """M of all matrices, in the order of :meth:`Matrices.batches`."""
-    traces: dict[Path, jax.Array] = {}
+    found: dict[tuple[str, Path], jax.Array] = {}
     wanted = set(map(names_on, matrices.paths))
     state = unbox(getattr(state, "opt_state", state))
-    for node in nodes_of(state, optax.TraceState, Int8TraceState):
-        tree = jax.tree.map(lambda x: typed_sharding.gather(jnp.asarray(x)), node)
-        trace = tree.trace
-        if isinstance(node, Int8TraceState):
-            decode = functools.partial(int8_blocks.decode, dtype=jnp.float32)
-            trace = jax.tree.map(decode, trace, tree.trace_scale)
-        for path, array in jax.tree.leaves_with_path(trace):
-            if names_on(path) in traces and names_on(path) in wanted:
+    for entry in state_arrays(state, params, by_structure=True):
+        if entry.field in (TRACE, TRACE_SCALE) and entry.owner in wanted:
+            if (entry.field, entry.owner) in found:
                 raise ValueError(
-                    f"the state has two momenta for parameter {quoted(path)}, as if that"
-                    " of another optimizer were beside it: pass the state of one of them."
+                    f"the state has two momenta for parameter {entry.name}, as if that "
+                    "of another optimizer were beside it: pass the state of one of them."
                 )
-            traces[names_on(path)] = array
+            array = typed_sharding.gather(jnp.asarray(entry.array))
+            found[entry.field, entry.owner] = array
+    momenta = []
     for path, leaf in zip(matrices.paths, matrices.leaves(params), strict=True):
-        if names_on(path) not in traces:
+        momentum = found.get((TRACE, names_on(path)))
+        if momentum is None:
             raise ValueError(
                 f"the state has no momentum for parameter {name_and_shape(path, leaf)}: "
                 "pass the state of the optimizer that updates it, and its dimension "
                 "numbers."
             )
-    tree = matrices.tree_of([traces[names_on(path)] for path in matrices.paths])
-    wide = matrices.map(lambda _, leaf: leaf.astype(compute_dtype(leaf)), tree)
+        if (scale := found.get((TRACE_SCALE, names_on(path)))) is not None:
+            momentum = decode(momentum, scale, jnp.float32)
+        momenta.append(momentum.astype(compute_dtype(momentum)))
     return [
         typed_sharding.gather(part, (part.ndim - 2, part.ndim - 1))
-        for part in matrices.batches(wide)
+        for part in matrices.batches(matrices.tree_of(momenta))
     ]
