@@ -14,8 +14,10 @@ from orscale_jax.audit.description import (
     Total as Total,
 )
 from orscale_jax.audit.plan import Group as Group, Plan as Plan
-from orscale_jax.audit.resumed import check_state as check_state
-from orscale_jax.convert import convert_state as convert_state
+from orscale_jax.convert import (
+    check_state as check_state,
+    convert_state as convert_state,
+)
 from orscale_jax.family.neurons import NeuronRMSState as NeuronRMSState
 from orscale_jax.family.sphere import InitialNormState as InitialNormState
 from orscale_jax.newton_schulz.coefficients import (
@@ -28,30 +30,14 @@ from orscale_jax.parameters.dimension_numbers import (
 )
 from orscale_jax.parameters.path_rules import by_path as by_path
 from orscale_jax.sharding.state_shardings import state_shardings as state_shardings
-from orscale_jax.transforms.blend import blend_momentum as blend_momentum
-from orscale_jax.transforms.ema_nesterov import (
-    EMANesterovState as EMANesterovState,
-    ema_nesterov as ema_nesterov,
-    without_lookahead as without_lookahead,
-)
 from orscale_jax.transforms.master_weights import (
     MasterWeightsState as MasterWeightsState,
     keep_master_weights as keep_master_weights,
     master_weights as master_weights,
 )
-from orscale_jax.transforms.mixed_emas import (
-    MixedEMAsState as MixedEMAsState,
-    mixed_emas as mixed_emas,
-)
 from orscale_jax.transforms.momentum import Int8TraceState as Int8TraceState
-from orscale_jax.transforms.neuron_floor import neuron_floor as neuron_floor
 from orscale_jax.transforms.orthogonalize import orthogonalize as orthogonalize
-from orscale_jax.transforms.qk_clip import (
-    AttentionHeads as AttentionHeads,
-    QKClipState as QKClipState,
-    QueryKey as QueryKey,
-    qk_clip as qk_clip,
-)
+from orscale_jax.transforms.qk_clip import QKFactors as QKFactors, qk_clip as qk_clip
 from orscale_jax.transforms.scale_by_path import scale_by_path as scale_by_path
 from orscale_jax.transforms.stages import (
     scale_by_shape as scale_by_shape,

@@ -13,7 +13,6 @@ from typing import Any
 
 import equinox as eqx
 
-from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import (
     Declared,
     ModuleRules,
@@ -32,7 +31,6 @@ def dimension_numbers(
     *args: Any,
     overrides: Rules | None = None,
     rules: ModuleRules | None = None,
-    head_size: HeadSizes = False,
     **kwargs: Any,
 ) -> Callable[[PyTree], PyTree]:
     """Make ``weight_dimension_numbers`` of an Equinox model from its modules' types.
@@ -53,9 +51,6 @@ def dimension_numbers(
         layer; without them, only names tell it.
       overrides: See :func:`orscale_jax.flax.nnx_dimension_numbers`.
       rules: See :func:`orscale_jax.flax.nnx_dimension_numbers`; ``Weight`` is also here.
-      head_size: See :func:`orscale_jax.by_path`. No axis counts the heads of a
-        ``MultiheadAttention``, so pass its ``qk_size``, or a mapping if its ``vo_size``
-        is another number.
       **kwargs: Keyword arguments of the call.
 
     Returns:
@@ -82,9 +77,7 @@ def dimension_numbers(
       https://docs.kidger.site/equinox/api/nn/linear/
     """
     every_rule = {**RULES, **(rules or {})}
-    return of_module_tree(
-        model, eqx.Module, (args, kwargs), every_rule, overrides, head_size
-    )
+    return of_module_tree(model, eqx.Module, (args, kwargs), every_rule, overrides)
 
 
 def _linear(module: eqx.nn.Linear) -> Mapping[str, Declared]:

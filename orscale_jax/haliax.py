@@ -20,7 +20,6 @@ from optax.contrib import MuonDimensionNumbers
 from orscale_jax import equinox
 from orscale_jax.parameters import path_rules
 from orscale_jax.parameters.dimension_numbers import Unresolved, as_axis
-from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import (
     Declared,
     Numbers,
@@ -59,7 +58,6 @@ def dimension_numbers(
     *args: Any,
     overrides: path_rules.Rules | None = None,
     rules: Rules | None = None,
-    head_size: HeadSizes = False,
     **kwargs: Any,
 ) -> Callable[[PyTree], PyTree]:
     """Make ``weight_dimension_numbers`` of a Haliax model from its modules' types.
@@ -79,7 +77,6 @@ def dimension_numbers(
         paths of named arrays.
       rules: See :func:`orscale_jax.flax.nnx_dimension_numbers`. The functions may return
         a :class:`NamedWeight` for each parameter.
-      head_size: See :func:`orscale_jax.by_path`.
       **kwargs: Keyword arguments of the call.
 
     Example:
@@ -104,7 +101,6 @@ def dimension_numbers(
         (args, kwargs),
         {**equinox.RULES, **RULES, **(rules or {})},
         overrides,
-        head_size,
         hax.NamedArray,
         _placed,
     )

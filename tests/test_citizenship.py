@@ -14,15 +14,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from orscale_jax import (
-    blend_momentum,
     diagnostics,
-    ema_nesterov,
     family,
-    mixed_emas,
     muon,
-    neuron_floor,
     orscale,
     orthogonalize,
+    scale_by_calibrated_trust_ratio,
+    scale_by_shape,
 )
 from tests.runs import (
     EXPLICIT,
@@ -54,14 +52,15 @@ FAST = ("orscale", "muon", "int8_momentum", "hyperball", "normuon")
 
 
 def chained(rate, weight_dimension_numbers, weight_decay=None):
-    """Stages that no optimizer of the library has, in one chain without decay."""
+    """The public stages in one chain without decay."""
     del weight_decay
     matrices = {name: x for name, x in weight_dimension_numbers.items() if x}
     numbers = {"weight_dimension_numbers": weight_dimension_numbers}
     chain = optax.chain(
-        mixed_emas((0.8, 0.98), (0.4, 0.6), mu_dtype="int8", **numbers),
-        blend_momentum(orthogonalize(**numbers), -0.25, **numbers),
-        neuron_floor(0.4, **numbers),
+        optax.trace(0.9, nesterov=True),
+        orthogonalize(**numbers),
+        scale_by_shape(**numbers),
+        scale_by_calibrated_trust_ratio(**numbers),
         optax.scale_by_learning_rate(rate),
     )
 
@@ -72,7 +71,7 @@ def chained(rate, weight_dimension_numbers, weight_decay=None):
         return jax.tree.map_with_path(label, params)
 
     groups = {"matrix": chain, "adamw": optax.adamw(rate)}
-    return ema_nesterov(optax.partition(groups, labels), 0.3)
+    return optax.partition(groups, labels)
 
 
 @pytest.fixture(params=(*FAST, "chained"))

@@ -10,7 +10,7 @@ from jax.tree_util import keystr
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import BlockDimensionNumbers as Blocks, by_path, describe, muon, orscale
-from orscale_jax.diagnostics import layer_classes, read, summarize, tabulate
+from orscale_jax.diagnostics import layer_names, read, summarize, tabulate
 from orscale_jax.equinox import Weight, dimension_numbers
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests.derivatives import axes_by_derivatives
@@ -262,7 +262,7 @@ def test_readings_of_trees_that_are_callable(model):
     _, _, state = first_update(orscale(0.1), params, params)
     reading = read(state, params, learning_rate=0.1)
     assert len(jax.tree.leaves(reading.relative_step)) == 2
-    table = tabulate(reading, layer_classes(params))
+    table = tabulate(reading, layer_names(params))
     assert len(table["class"]) == len(table["matrix"]) == 2
     labels = jax.tree.map(lambda _: "all", params)
     assert tabulate(reading, labels)["class"].tolist() == ["all", "all"]

@@ -29,7 +29,7 @@ CASES = {
 KEPT = {"after_q": lambda: oracle.NeuronRMS(0.5, 0.1, kept=True)}
 WITH_OTHER_ARGUMENTS = {
     "normuon_kept": (
-        functools.partial(family.normuon, norm="kept", b2=0.5, eps=0.1),
+        functools.partial(family.normuon, norm="kept", b2=0.5, neuron_eps=0.1),
         KEPT | {"adaptive": False},
     ),
     "orscale_on_normuon_kept": (
@@ -78,7 +78,7 @@ def test_every_relative_is_tested():
     "make, arguments, message",
     [
         (family.normuon, {"b2": 1.0}, r"b2=1.0 is not valid: pass a number in \[0, 1\)"),
-        (family.normuon, {"eps": -1}, "eps=-1 is not valid"),
+        (family.normuon, {"neuron_eps": -1}, "neuron_eps=-1 is not valid"),
         (family.normuon, {"norm": "q"}, "norm='q' .* pass 'full_rank' or 'kept'"),
         (family.orscale_on_normuon, {"b2": 1.0}, "b2=1.0 is not valid"),
         (family.orscale_on_normuon, {"neuron_eps": -1}, "neuron_eps=-1 is not valid"),
@@ -112,7 +112,7 @@ class TestNeurons:
     @pytest.mark.extended
     @pytest.mark.parametrize(
         "make",
-        [family.normuon, functools.partial(family.normuon, eps=0.0)],
+        [family.normuon, functools.partial(family.normuon, neuron_eps=0.0)],
     )
     def test_zeros_stay_zeros(self, make):
         optimizer = make(0.1, weight_decay=0.0)

@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 RATIO = ("calibrate", "anchor", "anchor_steps", "r_min", "r_max", "eps")
 OF_FAMILY = {
     "hyperball": ((*RATIO, "consistent_rms", "scale_mode"), ()),
-    "normuon": (RATIO, ("b2", "eps", "norm")),
+    "normuon": (RATIO, ("b2", "neuron_eps", "norm")),
     "orscale_on_normuon": ((), ("b2", "neuron_eps", "norm")),
     "aurora": (RATIO, ("pp_iterations", "pp_beta")),
 }
@@ -50,7 +50,7 @@ CALLS = """
 from orscale_jax import family, muon, orscale
 
 muon(1e-3, momentum=0.9, weight_decay=lambda step: 0.1)
-family.normuon(1e-3, b2=0.9, eps=1e-8, consistent_rms=None)
+family.normuon(1e-3, b2=0.9, neuron_eps=1e-8, consistent_rms=None)
 muon(1e-3, r_min=0.2)
 muon(1e-3, momentum="x")
 orscale(1e-3, momentun=0.9)
@@ -111,7 +111,7 @@ def test_a_schedule_for_a_number(name, subtests):
 
 
 def test_arguments_that_are_missing_or_anothers():
-    with pytest.raises(TypeError, match="'r_min': r_min is orscale's argument; muon has"):
+    with pytest.raises(TypeError, match="'r_min': its arguments are"):
         muon(1e-3, r_min=0.2)
     with pytest.raises(TypeError, match=r"muon\(\): missing a required .*learning_rate"):
         muon()

@@ -10,31 +10,52 @@ import numpy as np
 from orscale_jax.audit.description import ParameterRow
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import MODULE, OUTPUT
-from orscale_jax.parameters.heads import DIVIDED
-from orscale_jax.parameters.layer_classes import (
+from orscale_jax.parameters.kinds import (
     EMBEDDING_OR_HEAD,
-    VECTORS,
+    NO_MATRIX,
+    OTHER,
     in_words,
-    is_embedding_or_head,
-    module_and_array,
+    kind_of,
+    kinds,
 )
-from orscale_jax.trees.names import Path, dotted, keys_on, without_names
+from orscale_jax.trees.names import Path, dotted, keys_on, names_on, without_names
 
-_FUSED_CLASS = re.compile(r"attention (qkvo?|kv)|.*gate up")
-# Names say what a class does not: layers of class "other", and latent attention, whose
-# projections are fused in their own way.
-_UNKNOWN = re.compile(r"other|attention latent.*")
+# Several projections in one. Of latent attention, kv a and kv down are one projection.
 _FUSED = re.compile(
-    r"\b(q?kv|qkv[a-z]+|fused)\b|(^|\.)net[ .]0\.proj(\.|$)"
-    r"|(^|\.)(c attn|in proj( ba)?|(x|bc|bcdt) proj|gate up( proj)?)(\.|$)"
+    r"\b(w?q?kvo?|qkv[a-z]+|fused|query key value|key value)\b(?! (a|down)\b)"
+    r"|\b(gate (and )?up|up (and )?gate|gating einsum|w1[23])\b"
+    r"|(^|\.)(net[ .]0\.proj|c attn|w pack|att proj|(x|bc|bcdt) proj)(\.|$)"
+    r"|(^|\.)(?<!mlp\.)(?<!ffn\.)in proj( ba)?(\.|$)"
 )
-_ROUTER = re.compile(r"\b(router|gating)\b|\bgate\d*( \d+)*(\.|$)")
+# The projections up and down of an MLP: a gate may be in the one up.
+_UP = re.compile(
+    r"\b(up|in(put)?|wi|w1|(fc|lin|linear)1|fc|(fc|dense|linear) 0|h to 4 h)\b"
+    r"|\b(intermediate|ff proj)\b"
+)
+_DOWN = re.compile(
+    r"\b(down|out(put)?|wo|w2|(fc|lin|linear)2|(fc|dense|linear) 1|4 h to h|c proj)\b"
+)
+_ATTENTION = re.compile(r"att(entio)?n|\b(w?([qkvo]|q?kv)|query|key|value)\b")
+_HIDDEN = re.compile(r"att(entio)?n|\b(mlp\d*|ffn?|ffw|feed ?forward|experts?)\b")
+_ROUTER = re.compile(r"\b(router|gating)\b(?! (einsum|linear))|\bgate\d*( \d+)*(\.|$)")
+# Beside the gate of a gated MLP.
+_GATED = re.compile(r"\bup\b|^wi\b|^(w3|v1|value linear|fc 2)$")
 _TABLE = re.compile(r"\b(output|out|table|lookup|codebook)\b")
 _LORA = re.compile(r"\blora\b")
 # Embeddings that no head undoes.
 _NO_VOCABULARY = re.compile(r"\b(pos\w*|wpe|time\w*|type|patch|relative)\b|\btokens?$")
 _PARTS = (2, 3, 4)  # Of a fused projection: keys and values; queries too; the output too.
 _THIN = 16
+# Last keys that say nothing about the layer.
+_ARRAY = re.compile(r"kernel|weights?|w|dense|layer|base layer")
+
+
+def _module(path: Any) -> Path:
+    """The keys of a module, or of an array without one, in words."""
+    keys = in_words(path)
+    while len(keys) > 1 and _ARRAY.fullmatch(keys[-1]):
+        keys = keys[:-1]
+    return keys
 
 
 class Checks:
@@ -44,18 +65,21 @@ class Checks:
         self,
         leaf_of: Mapping[Any, Any],
         axes_of: Mapping[Any, MatrixAxes],
-        class_of: Mapping[Any, str],
         why_of: Mapping[Any, str],
     ) -> None:
-        """Collect it from leaves, axes of matrices, classes and reasons for rules."""
+        """Collect it from leaves, axes of matrices and reasons for rules."""
         self.shapes = {path: np.shape(leaf) for path, leaf in leaf_of.items()}
-        self.axes, self.classes = axes_of, class_of
+        by_name = kinds(leaf_of)
+        self.axes, self.kinds = (
+            axes_of,
+            {path: by_name[names_on(path)] for path in leaf_of},
+        )
         # Modules by their keys in words, and the paths of all parameters below each.
-        self.modules = {path: module_and_array(path)[0] for path in leaf_of}
+        self.modules = {path: _module(path) for path in leaf_of}
         self.below: dict[Path, list[Any]] = collections.defaultdict(list)
         # Embeddings that a head may have the length of, by their number of rows.
         self.vocabularies: dict[int, str] = {}
-        self.knows_output = "head" in class_of.values() or OUTPUT in why_of.values()
+        self.knows_output = "head" in by_name.values() or OUTPUT in why_of.values()
         # By path, the keys above it, and the lengths that the outputs of a layer may fit:
         # sides of matrices, and widths.
         self.above = {path: keys_on(path)[:-1] for path in leaf_of}
@@ -67,10 +91,10 @@ class Checks:
                 self.below[module[:depth]].append(path)
             shape = self.shapes[path]
             if (
-                class_of[path] == "embedding"
+                self.kinds[path] == "embedding"
                 and len(shape) == 2
                 and shape[0] != shape[1]
-                and (is_embedding_or_head(module[-1]) or module[-1] == "shared")
+                and (kind_of(module[-1]) in EMBEDDING_OR_HEAD or module[-1] == "shared")
                 and not _NO_VOCABULARY.search(".".join(in_words(path)))
             ):
                 self.vocabularies[shape[0]] = dotted(path)
@@ -78,15 +102,13 @@ class Checks:
     def reasons(self, path: Any, row: ParameterRow) -> Iterator[str]:
         """Why a leaf of matrices, or a block of it, may be something else."""
         keys, name = keys_on(path), ".".join(in_words(path))
-        axes, shape, layer = self.axes[path], self.shapes[path], row.layer_class
-        unknown = layer == "other"
-        if layer in EMBEDDING_OR_HEAD | VECTORS:
-            yield f"{layer}?"
-        if (
-            _FUSED_CLASS.fullmatch(layer)
-            or (_UNKNOWN.fullmatch(layer) and _FUSED.search(name))
-            or (layer.endswith(" up") and self._is_twice_as_wide(path, row))
-        ):
+        axes, shape, kind = self.axes[path], self.shapes[path], row.kind
+        above, module = self.modules[path][:-1], self.modules[path][-1:]
+        neighbours = {self.modules[other][len(above)] for other in self._beside(path)}
+        is_up, is_down = (any(map(words.search, module)) for words in (_UP, _DOWN))
+        if kind in NO_MATRIX:
+            yield f"{kind}?"
+        if _FUSED.search(name) or (is_up and self._is_twice_as_wide(path, row)):
             # Blocks or a batch axis divide it, but not one that all neighbours have as
             # well, of layers or experts.
             beside = [self.shapes[other] for other in self._beside(path)]
@@ -96,11 +118,14 @@ class Checks:
                 for axis in axes.batch
             ):
                 yield "fused?"
-        # A gated MLP has another projection beside its gate.
-        gate = unknown or (layer == "mlp gate" and not any(self._beside(path)))
-        if layer == "router" or (gate and _ROUTER.search(name)):
+        router = _ROUTER.search(name) and not any(map(_GATED.search, neighbours))
+        if router:
             yield "router?"
         long = [size for size in (row.m, row.n) if size in self.vocabularies]
+        hidden = any(map(_HIDDEN.search, above)) or (
+            is_down and any(map(_ATTENTION.search, neighbours))
+        )
+        unknown = kind == OTHER and not hidden
         # Only near the root: deeper, "out" is an ordinary projection.
         if unknown and len(keys) <= 2 and _TABLE.search(name):
             yield "table or head?"
@@ -112,26 +137,26 @@ class Checks:
             yield "no name"
         # All that stands beside a leaf of two axes is stacked along its first one.
         if (
-            layer != "router"
+            not router
             and len(shape) == 2
             and all(self.shapes[x][:1] == shape[:1] for x in self._beside(path))
             and any(0 in self.axes[x].batch for x in self._beside(path) if x in self.axes)
         ):
             yield "stack of vectors?"
         longer = max(row.m, row.n) // max(1, min(row.m, row.n))
-        expected = {"router"} | EMBEDDING_OR_HEAD | VECTORS
-        if layer in DIVIDED and np.prod(row.batch_shape) > 1:
-            expected |= {layer}  # The heads, which are longer than they are wide.
-        if longer >= _THIN and layer not in expected and not _LORA.search(name):
+        heads = row.matrices > 1 and _ATTENTION.search(name)
+        expected = router or heads or kind in NO_MATRIX or _LORA.search(name)
+        if longer >= _THIN and not expected:
             yield f"{longer} times as long"
-        if 1 in row.batch_shape:
+        if any(shape[axis] == 1 for axis in axes.batch):
             yield "batch of one"
 
     def _is_twice_as_wide(self, path: Any, row: ParameterRow) -> bool:
         """Whether a projection up makes two numbers for each that its down one takes."""
-        down = row.layer_class.removesuffix("up") + "down"
         for other in self._beside(path):
-            if self.classes[other] == down and (axes := self.axes.get(other)):
+            *above, name = self.modules[other]
+            is_down = [*self.modules[path][:-1]] == above and _DOWN.search(name)
+            if is_down and (axes := self.axes.get(other)):
                 shape = np.asarray(self.shapes[other])
                 wide, out = (
                     int(shape[list(x)].prod()) for x in (axes.rows, axes.columns)

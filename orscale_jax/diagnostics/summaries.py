@@ -1,6 +1,7 @@
 """A reading as flat scalars for any logger, or as a table with a row for every matrix."""
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,10 +11,10 @@ import numpy as np
 
 from orscale_jax import validate
 from orscale_jax.diagnostics.reading import Reading, fields_of, known_leaves
-from orscale_jax.parameters.expressions import matching
+from orscale_jax.parameters.path_rules import matching
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import distinct_names
+from orscale_jax.trees.names import distinct_names, dotted
 from orscale_jax.trees.nodes import broadcast_prefix, is_function, is_masked
 
 OTHER = "other"
@@ -59,7 +60,7 @@ def summarize(
 
     Args:
       reading: From :func:`read`.
-      classes: Tree of strings like the parameters, such as :func:`layer_classes` makes,
+      classes: Tree of strings like the parameters, such as :func:`layer_names` makes,
         or a prefix of one. None: no classes.
       prefix: The beginning of all names.
       matrices: A regular expression. Matrices with a match anywhere in their names, such
@@ -68,7 +69,7 @@ def summarize(
     Returns:
       Scalars by name, which are JAX arrays, also under ``jax.jit``. Examples of names are
       ``optimizer/trust_ratio/mean`` and ``optimizer/share_at_r_max`` for all matrices,
-      ``optimizer/attention_query/trust_ratio/p95`` for a class, and
+      ``optimizer/blocks.*.query/trust_ratio/p95`` for a class, and
       ``optimizer/blocks.0.up.kernel/growth`` for one matrix.
 
     Raises:
@@ -196,14 +197,13 @@ def _statistics(vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     statistics: dict[str, jax.Array] = {}
     fields = {name: vectors[name] for name in QUANTITIES if name in vectors}
     if fields:
-        # Some matrices may lack a quantity; infinity is left out below.
+        broken = jnp.array([jnp.isnan(x).any() for x in fields.values()])
+        # NaN from here on: infinity, and what some matrices lack.
         longest = max(x.size for x in fields.values())
-        padded = [
-            jnp.pad(x, (0, longest - x.size), constant_values=jnp.inf)
-            for x in fields.values()
-        ]
-        values = jnp.stack(padded)
-        known = jnp.where(jnp.isinf(values), jnp.nan, values)
+        counted = (jnp.where(jnp.isinf(x), jnp.nan, x) for x in fields.values())
+        known = jnp.stack(
+            [jnp.pad(x, (0, longest - x.size), constant_values=jnp.nan) for x in counted]
+        )
         shares = jnp.array([*PERCENTILES.values()])
         percentiles = jnp.nanpercentile(known, shares, axis=1)
         rows = {
@@ -212,7 +212,6 @@ def _statistics(vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
             "min": jnp.nanmin(known, axis=1),
             "max": jnp.nanmax(known, axis=1),
         }
-        broken = jnp.isnan(values).any(axis=1)
         for statistic, row in rows.items():
             row = jnp.where(broken, jnp.nan, row)
             statistics |= {f"{name}/{statistic}": row[i] for i, name in enumerate(fields)}
@@ -251,7 +250,7 @@ def _names_of(tree: PyTree) -> list[str]:
 def classes_of(classes: PyTree | None, tree: PyTree) -> list[str]:
     """The class of each leaf; "other" where none is given."""
     if is_function(classes, _is_label):
-        validate.refuse("classes", classes, "pass a tree, such as layer_classes(params)")
+        validate.refuse("classes", classes, "pass a tree, such as layer_names(params)")
     misfit = "classes must be a tree of the parameters' structure, or a prefix of it"
     labels = broadcast_prefix(unbox(classes, _is_label), tree, misfit, _is_label)
     for label in jax.tree.leaves(labels, is_leaf=_is_label):
@@ -259,6 +258,32 @@ def classes_of(classes: PyTree | None, tree: PyTree) -> list[str]:
             validate.refuse("classes", label, "pass a tree of strings")
     # By the leaves of the tree, which may hold None beside them.
     return jax.tree.leaves(jax.tree.map(lambda _, label: label or OTHER, tree, labels))
+
+
+def layer_names(params: PyTree) -> PyTree:
+    """Name the layer of each parameter: its path, with ``*`` for the numbers of layers.
+
+    They are the numbers that are keys, or follow an underscore, as in ``Block_0``.
+
+    Args:
+      params: The parameters, which may be abstract, boxed or masked.
+
+    Returns:
+      A tree like the parameters, without boxes, with a string for each leaf. Pass it as
+      ``classes`` to :func:`summarize`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax.diagnostics import layer_names
+      >>> layer_names({"blocks": [{"query": {"kernel": jnp.ones((8, 8))}}]})
+      {'blocks': [{'query': {'kernel': 'blocks.*.query'}}]}
+    """
+
+    def name(path: Any, _: Any) -> str:
+        layer = re.sub(r"(?<![A-Za-z0-9])\d+", "*", dotted(path))
+        return re.sub(r"\.(kernel|weight|w)$", "", layer) or OTHER
+
+    return jax.tree.map_with_path(name, unbox(params))
 
 
 def vector(leaves: list[Any]) -> jax.Array:

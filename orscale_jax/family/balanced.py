@@ -12,9 +12,8 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import validate
-from orscale_jax.arguments import MuonArguments, takes
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
-from orscale_jax.optimizers import Stages, build, muon_chain
+from orscale_jax.optimizers import MuonArguments, Stages, build, muon_chain, takes
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.transforms.matrices import MakeStage, Matrices, Optimizer, broadcast
 from orscale_jax.trees.boxes import PyTree
@@ -72,9 +71,9 @@ def aurora(h: _Aurora) -> Optimizer:
     """
 
     def chain(s: Stages) -> optax.GradientTransformation:
-        passes, beta = h.pp_iterations, h.pp_beta
-        balanced = balanced_polar_stage(s.polar, passes, beta, s.matrices)
-        return muon_chain(dataclasses.replace(s, orthogonalize=balanced))
+        return muon_chain(
+            s, balanced_polar_stage(s.polar, h.pp_iterations, h.pp_beta, s.matrices)
+        )
 
     return build(chain, h)
 

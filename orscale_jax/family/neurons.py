@@ -12,8 +12,15 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import validate
-from orscale_jax.arguments import MuonArguments, OrScaleArguments, takes
-from orscale_jax.optimizers import Stages, build, muon_chain, orscale_chain
+from orscale_jax.optimizers import (
+    MuonArguments,
+    OrScaleArguments,
+    Stages,
+    build,
+    muon_chain,
+    orscale_chain,
+    takes,
+)
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import Matrices, Optimizer, broadcast, compute_dtype
@@ -39,25 +46,17 @@ class _Neurons(MuonArguments):
       b2: The decay rate :math:`\beta_2`, in [0, 1). 0: all neurons get the same norm.
       norm: ``"full_rank"``, as above, or ``"kept"``: :math:`\|Q\|_F` instead of
         :math:`\sqrt{\min(m, n)}`.
+      neuron_eps: The floor :math:`\varepsilon` under the root mean square of a neuron, at
+        least 0.
     """
 
     b2: ArrayLike = 0.95
     norm: str = FULL_RANK
+    neuron_eps: ArrayLike = 1e-8
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class _NorMuon(_Neurons):
-    r"""The arguments of :func:`normuon`.
-
-    Args:
-      eps: The floor :math:`\varepsilon`, at least 0.
-    """
-
-    eps: ArrayLike = 1e-8
-
-
-@takes(_NorMuon)
-def normuon(h: _NorMuon) -> Optimizer:
+@takes(_Neurons)
+def normuon(h: _Neurons) -> Optimizer:
     r"""NorMuon: Muon that divides output neurons by their running root mean square.
 
     .. math::
@@ -88,22 +87,16 @@ def normuon(h: _NorMuon) -> Optimizer:
     """
 
     def chain(s: Stages) -> optax.GradientTransformation:
-        neurons = neuron_rms_stage(h.b2, h.eps, h.norm, s.matrices)
-        q_hat = optax.chain(s.orthogonalize, neurons)
-        return muon_chain(dataclasses.replace(s, orthogonalize=q_hat))
+        return muon_chain(
+            s, optax.chain(s.orthogonalize, neuron_rms_stage(h, s.matrices))
+        )
 
     return build(chain, h)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _OrScaleOnNorMuon(OrScaleArguments, _Neurons):
-    r"""The arguments of :func:`orscale_on_normuon`.
-
-    Args:
-      neuron_eps: The floor under the root mean square of a neuron, at least 0.
-    """
-
-    neuron_eps: ArrayLike = 1e-8
+    """The arguments of both."""
 
 
 @takes(_OrScaleOnNorMuon)
@@ -135,23 +128,20 @@ def orscale_on_normuon(h: _OrScaleOnNorMuon) -> Optimizer:
       Li et al. 2025, arXiv:2510.05491, for :math:`\hat Q`; Lou & You, *OrScale*, for r.
       Their composition is this library's (``docs/study/better_rule_protocol.md``).
     """
-    validate.number("neuron_eps", h.neuron_eps, at_least=0)
 
     def chain(s: Stages) -> optax.GradientTransformation:
-        neurons = neuron_rms_stage(h.b2, h.neuron_eps, h.norm, s.matrices)
-        q_hat = optax.chain(s.orthogonalize, neurons)
-        return orscale_chain(dataclasses.replace(s, orthogonalize=q_hat))
+        return orscale_chain(
+            s, optax.chain(s.orthogonalize, neuron_rms_stage(h, s.matrices))
+        )
 
     return build(chain, h)
 
 
-def neuron_rms_stage(
-    b2: ArrayLike, eps: ArrayLike, norm: str, matrices: Matrices
-) -> optax.GradientTransformation:
+def neuron_rms_stage(h: _Neurons, matrices: Matrices) -> optax.GradientTransformation:
     """Q to NorMuon's Q̂, of the norm of a Q of full rank or of Q itself."""
-    validate.number("b2", b2, at_least=0, below=1)
-    validate.number("eps", eps, at_least=0)
-    validate.choice("norm", norm, NORMS)
+    validate.number("b2", h.b2, at_least=0, below=1)
+    validate.number("neuron_eps", h.neuron_eps, at_least=0)
+    validate.choice("norm", h.norm, NORMS)
 
     def mean(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
         return jnp.sum(x, axis=axis) / max(1, math.prod(x.shape[i] for i in axis))
@@ -159,14 +149,14 @@ def neuron_rms_stage(
     def step(axes: MatrixAxes, q: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
         now, entries = axes.neurons.reduce(mean, jnp.square(q)), axes.of_neurons
         v = typed_sharding.shard_like(v, now)
-        decay = jnp.asarray(b2, v.dtype)
+        decay = jnp.asarray(h.b2, v.dtype)
         v = decay * v + (1 - decay) * now
         # No division by zero where both a neuron and eps are zero.
         root = jnp.sqrt(jnp.where(v == 0, 1, v))
-        inverse = 1 / (root + jnp.asarray(eps, v.dtype))
+        inverse = 1 / (root + jnp.asarray(h.neuron_eps, v.dtype))
         # ‖Q̂‖² / m and ρ² / m, without reading the matrix again for its norm.
         square = entries.reduce(jnp.sum, now * inverse * inverse)
-        if norm == KEPT:
+        if h.norm == KEPT:
             wanted = entries.reduce(jnp.sum, now)
         else:
             full_rank = axes.batch_by_shape(lambda m, n: min(m, n) / max(m, 1), q)

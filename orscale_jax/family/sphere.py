@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from orscale_jax.arguments import Arguments, takes
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
-from orscale_jax.optimizers import Stages, build
+from orscale_jax.optimizers import Arguments, Stages, build, takes
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import Matrices, Optimizer, broadcast, compute_dtype

@@ -15,7 +15,6 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from orscale_jax import validate
 from orscale_jax.flax.rules import LINEN_RULES, is_holder, with_adapters
 from orscale_jax.parameters import module_types, output_layers
-from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import Declared, ModuleRules, Numbers
 from orscale_jax.parameters.path_rules import Rules
 from orscale_jax.trees.boxes import PyTree
@@ -81,7 +80,6 @@ def linen_dimension_numbers(
     method: Callable[..., Any] | str | None = None,
     overrides: Rules | None = None,
     rules: ModuleRules | None = None,
-    head_size: HeadSizes = False,
     **kwargs: Any,
 ) -> Callable[[PyTree], PyTree]:
     """Make ``weight_dimension_numbers`` of a Linen model from the types of its modules.
@@ -101,7 +99,6 @@ def linen_dimension_numbers(
       method: The module's method, as for ``module.init``; None: ``__call__``.
       overrides: See :func:`nnx_dimension_numbers`.
       rules: See :func:`nnx_dimension_numbers`; the names are those of ``self.param``.
-      head_size: See :func:`orscale_jax.by_path`.
       **kwargs: Keyword arguments of ``module.init``, such as ``train=False``.
 
     Returns:
@@ -173,7 +170,7 @@ def linen_dimension_numbers(
         return linen.init_with_output(call, module)(rngs, *args, **kwargs)[0]
 
     output = output_layers.output_layers(outputs, params, rngs, *args, **kwargs)
-    resolved = module_types.resolved(leaves, by_type, overrides, head_size, output)
+    resolved = module_types.resolved(leaves, by_type, overrides, output)
     return module_types.look_up(
         *resolved, is_holder, "parameter of the module that linen_dimension_numbers"
     )

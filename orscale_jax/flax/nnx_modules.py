@@ -10,7 +10,6 @@ from flax import nnx
 from orscale_jax import validate
 from orscale_jax.flax.rules import NNX_RULES, is_holder, with_adapters
 from orscale_jax.parameters import module_types, output_layers
-from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import ModuleRules, Rule, adamw_only
 from orscale_jax.parameters.path_rules import Rules
 from orscale_jax.trees.boxes import PyTree
@@ -27,7 +26,6 @@ def nnx_dimension_numbers(
     overrides: Rules | None = None,
     rules: ModuleRules | None = None,
     partition_names: Collection[str] = (),
-    head_size: HeadSizes = False,
     **kwargs: Any,
 ) -> Callable[[PyTree], PyTree]:
     """Make ``weight_dimension_numbers`` of an NNX model from the types of its modules.
@@ -63,7 +61,6 @@ def nnx_dimension_numbers(
         along another axis than the first. Axes with these names in the variables'
         annotations are batch axes, at any position. Names that variables keep in their
         metadata under ``nnx.PARTITION_NAME`` itself, as MaxText's do, need not be given.
-      head_size: See :func:`orscale_jax.by_path`.
       **kwargs: Keyword arguments of the call.
 
     Returns:
@@ -151,9 +148,7 @@ def nnx_dimension_numbers(
             return called(*args, **kwargs)
 
         output = output_layers.output_layers(outputs, *states, *args, **kwargs)
-    resolved = module_types.resolved(
-        leaves, by_type, overrides, head_size, output, shared
-    )
+    resolved = module_types.resolved(leaves, by_type, overrides, output, shared)
     kind = f"nnx.{wrt.__name__}" if isinstance(wrt, type) else f"variable {wrt}"
     return module_types.look_up(
         *resolved, is_holder, f"{kind} of the model that nnx_dimension_numbers"

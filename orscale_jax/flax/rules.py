@@ -11,7 +11,7 @@ from flax import linen, nnx
 from flax.core import meta
 
 from orscale_jax.parameters.dimension_numbers import Unresolved, as_tuple
-from orscale_jax.parameters.layer_classes import is_embedding_or_head
+from orscale_jax.parameters.kinds import EMBEDDING_OR_HEAD, kind_of
 from orscale_jax.parameters.module_types import (
     Declared,
     ModuleRules,
@@ -44,7 +44,7 @@ def with_adapters(declared: _Parameters, arrays: Mapping[str, Any]) -> _Paramete
         if a not in arrays or b not in arrays:
             continue
         # Of a table, they make its output head.
-        if is_embedding_or_head(words(name)) or declared.get(name, name) is None:
+        if kind_of(words(name)) in EMBEDDING_OR_HEAD or declared.get(name, name) is None:
             adapters |= {a: None, b: None}
         elif equation := arrays.get(f"{name}_lora_einsum_str"):
             inputs, first, second, outputs = re.split(",|->", equation)

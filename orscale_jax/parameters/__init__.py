@@ -3,10 +3,8 @@
 =================  ===================================================================
 axes               the matrices in a leaf: conversion in both directions
 dimension_numbers  dimension numbers to axes, for a whole tree; the default rule
-expressions        regular expressions over paths; the first that matches decides
-path_rules         the public ``by_path``
-heads              each head of attention as a matrix
-layer_classes      the class of a layer, by names on its path and beside it
+path_rules         regular expressions over paths; the public ``by_path``
+kinds              embeddings, heads, norms, scales and biases, by their names
 module_types       dimension numbers from the types of modules
 output_layers      the kernels whose product a model returns, from its trace
 =================  ===================================================================

@@ -172,9 +172,8 @@ class MatrixAxes:
         """Scalars of the batch shape, shaped to broadcast against the leaf."""
         if not self.sizes:
             return jnp.expand_dims(scalars, self.matrix)
-        if (
-            self.has_unequal_blocks
-        ):  # A vector along the blocks' axis: the leaf is not cut.
+        # Of unequal blocks, a vector along the blocks' axis: the leaf is not cut.
+        if self.has_unequal_blocks:
             sizes, total = np.asarray(self.sizes), sum(self.sizes)
             spread = jnp.repeat(
                 scalars, sizes, self.block_position, total_repeat_length=total

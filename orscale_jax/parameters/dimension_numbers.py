@@ -18,7 +18,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import validate
 from orscale_jax.parameters.axes import MatrixAxes
-from orscale_jax.parameters.layer_classes import Names
+from orscale_jax.parameters.kinds import NO_MATRIX, kinds
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import (
     Path,
@@ -215,6 +215,7 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Matr
     used = rows + columns
     blocks = numbers if isinstance(numbers, BlockDimensionNumbers) else None
     misfit = ""
+    length = shape[blocks.block_axis % rank] if blocks and rank else 0
     if not rows or not columns:
         misfit = "reduction_axis and output_axis must each name at least one axis"
     elif not all(jnp.issubdtype(type(axis), jnp.integer) for axis in used):
@@ -225,7 +226,7 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Matr
         misfit = "an axis is named twice"
     elif blocks and all(blocks.block_axis - a % rank not in (0, -rank) for a in used):
         misfit = "block_axis must be one of the axes of the rows or the columns"
-    elif blocks and sum(blocks.sizes(length := shape[blocks.block_axis])) != length:
+    elif blocks and sum(blocks.sizes(length)) != length:
         axis = blocks.block_axis
         misfit = f"the blocks do not add up to {length}, the length of axis {axis}"
     elif blocks and blocks.stride and blocks.sizes(length)[0] % blocks.stride:
@@ -267,9 +268,9 @@ def as_axis(axes: tuple[int, ...]) -> int | tuple[int, ...]:
 def default_numbers(tree: PyTree, decided: Collection[Any] = ()) -> PyTree:
     """The numbers of bare parameters by rank and name, None if ``decided`` elsewhere."""
     leaves = leaves_and_masks(tree)
-    names = Names.of(leaves)
+    kind_of = kinds(path for path, _ in leaves)
     named = {  # Not those that their rank, or a rule, decides on.
-        names_on(path): names.take_adamw(path)
+        names_on(path): kind_of[names_on(path)] in NO_MATRIX
         for path, leaf in leaves
         if np.ndim(leaf) > 1 and names_on(path) not in decided
     }
@@ -307,12 +308,12 @@ def _function_of_modules(tree: PyTree, paths: list[Any]) -> str:
     # A list has entries in NNX; modules without names, such as Dense_0, are Linen's.
     linen = any(name == "params" or re.fullmatch(r"[A-Z]\w*_\d+", name) for name in names)
     nnx = any(map(str.isdigit, names))
-    faces = {"linen_dimension_numbers(module, *inputs)": linen}
-    faces["nnx_dimension_numbers(model)"] = nnx
-    named = [
-        f"orscale_jax.flax.{x}" for x, likely in faces.items() if likely or linen == nnx
-    ]
+    functions = []
+    if linen or not nnx:
+        functions.append("orscale_jax.flax.linen_dimension_numbers(module, *inputs)")
+    if nnx or not linen:
+        functions.append("orscale_jax.flax.nnx_dimension_numbers(model)")
     return (
-        f" If the model is Flax's, {' or '.join(named)} takes all of this from the "
+        f" If the model is Flax's, {' or '.join(functions)} takes all of this from the "
         "types of its modules."
     )

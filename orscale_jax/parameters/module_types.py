@@ -5,7 +5,8 @@ If a module's type does not declare a parameter of two or more axes, an error na
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -27,11 +28,9 @@ from orscale_jax.parameters.dimension_numbers import (
     decisions,
     note_decisions,
 )
-from orscale_jax.parameters.expressions import refuse_step_count
-from orscale_jax.parameters.heads import HeadSizes
-from orscale_jax.parameters.layer_classes import Names
+from orscale_jax.parameters.kinds import NO_MATRIX, in_words, kinds
 from orscale_jax.parameters.output_layers import output_layers
-from orscale_jax.parameters.path_rules import Rules, resolver
+from orscale_jax.parameters.path_rules import Rules, refuse_step_count, resolver
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import Path, by_name, dotted, folded, names_on, of_shape
 
@@ -111,9 +110,9 @@ def numbers_by_owner(
 ) -> Numbers:
     """The numbers of a parameter, if only axes in front and ``stacked`` stack modules.
 
-    A module speaks for those inside of it by dotted names, but for the types of which
-    the user has ``given`` a rule. Of several paths to one parameter, one that says AdamW
-    decides; else they must agree.
+    A module speaks for those inside of it by dotted names, but for ``users_types``, of
+    which the user has given a rule. Of several paths to one parameter, one that says
+    AdamW decides; else they must agree.
     """
     # Transformations stack in front unless told otherwise, which only annotations record.
     # The other axes must have the sizes that the module declares.
@@ -124,10 +123,12 @@ def numbers_by_owner(
         owner = owners[path[: depths[-1]]]
         cls = owner if isinstance(owner, type) else type(owner)
         types[path] = f"{cls.__module__}.{cls.__qualname__}"
-        names = [(i, ".".join(path[i:])) for i in depths]
+        # All modules around it by dotted names, and then its own one by the first key.
+        names = [(depth, ".".join(path[depth:])) for depth in depths]
         if nearest(type(owner), rules) in users_types:
             names = []
-        for depth, name in (*names, (depths[-1], path[depths[-1]])):
+        names.append((depths[-1], path[depths[-1]]))
+        for depth, name in names:
             declared = declarations(owners[path[:depth]], rules)
             if name in declared:
                 rank = len(getattr(declared[name], "shape", ()))
@@ -179,7 +180,6 @@ def resolved(
     leaves: Mapping[Path, Any],
     by_type: Mapping[Path, Numbers],
     overrides: Rules | None,
-    head_size: HeadSizes,
     output: Collection[Path] = (),
     shared: Mapping[Path, Sequence[Path]] = {},
 ) -> tuple[Mapping[Path, DimensionNumbers | None], Mapping[Path, str]]:
@@ -187,23 +187,23 @@ def resolved(
 
     Overrides, traced outputs, types of modules and names decide.
     """
-    names, numbers = Names.of(leaves.items()), dict(by_type)
+    numbers, kind_of = dict(by_type), kinds(leaves)
     decided_by = {
         path: MODULE if np.ndim(leaf) > 1 else SHAPE for path, leaf in leaves.items()
     }
     for path, declared in by_type.items():
-        # Attention, traced alone, ends in a hidden layer.
         traced = any(leaf[: len(path)] == path for leaf in output)
-        head = traced and "attention" not in names.layer_class(path)
+        head = traced and not _is_attention(path, leaves)
         # A head is a layer like any other by its type. Other names decide where the
         # types say nothing: to rename a layer does not change its optimizer.
-        named = isinstance(declared, Unresolved) and names.take_adamw(path)
-        if head or named or any(map(names.say_head, shared.get(path, [path]))):
+        named = isinstance(declared, Unresolved) and kind_of[path] in NO_MATRIX
+        names = shared.get(path, [path])
+        if head or named or "head" in kinds(names).values():
             numbers[path] = None
             if declared is not None:
                 decided_by[path] = OUTPUT if head else NAME
     # As the keys of a dictionary, paths are the same for rules and for names.
-    make = resolver(overrides or {}, numbers, head_size, "overrides", "overrides")
+    make = resolver(overrides or {}, numbers, "overrides", "overrides")
     with decisions.open() as notes:
         numbers_of: dict[Path, Numbers] = make(dict(leaves))
     unresolved = [
@@ -223,6 +223,18 @@ def resolved(
         if any(names_on((jax.tree_util.DictKey(path),)) in note for note in notes):
             decided_by[path] = RULE
     return numbers_of, decided_by
+
+
+def _is_attention(path: Path, leaves: Iterable[Path]) -> bool:
+    """Whether a parameter is attention's, which ends in a hidden layer if traced alone.
+
+    A key on its path says so, or queries and keys as the children of the whole model.
+    """
+    children = "|".join(sorted(key for leaf in leaves for key in in_words(leaf)[:1]))
+    return bool(
+        any(re.search(r"att(entio)?n|\bm[hlq]a\b", key) for key in in_words(path))
+        or re.search(r"\bw?k(ey|v)?\b.*\b(w?q\b|quer)|\bw?qkvo?\b", children)
+    )
 
 
 def look_up(
@@ -260,7 +272,6 @@ def of_module_tree(
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
     rules: Mapping[type, Any],
     overrides: Rules | None,
-    head_size: HeadSizes,
     array_type: type | tuple[()] = (),
     placed: Callable[[Any, Any], Numbers] = lambda declared, node: declared,
 ) -> Callable[[PyTree], PyTree]:
@@ -293,7 +304,7 @@ def of_module_tree(
 
         output = output_layers(outputs, model, (), *args, **kwargs)
     return look_up(
-        *resolved(leaves, by_type, overrides, head_size, output),
+        *resolved(leaves, by_type, overrides, output),
         is_parameter,
         "floating-point array of the model that dimension_numbers",
     )

@@ -1,13 +1,15 @@
-"""Dimension numbers from regular expressions over the parameters' paths."""
+"""Rules by regular expressions over the paths of parameters; the public ``by_path``."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from orscale_jax import validate
-from orscale_jax.parameters import expressions, heads
 from orscale_jax.parameters.dimension_numbers import (
     PLAIN,
     RULE,
@@ -19,28 +21,25 @@ from orscale_jax.parameters.dimension_numbers import (
     note_decisions,
     spread,
 )
-from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import (
-    Path,
-    by_name,
-    dotted,
-    keys_on,
-    listed,
-    names_on,
-    of_shape,
-)
+from orscale_jax.trees.names import Path, dotted, listed, names_on, of_shape
 from orscale_jax.trees.nodes import is_function, is_masked, leaves_and_masks
 
+Value = TypeVar("Value")
+# What users pass: a mapping's type has to name that of its keys exactly.
+ByExpression: TypeAlias = (
+    Mapping[str, Value]
+    | Mapping[re.Pattern[str], Value]
+    | Mapping[str | re.Pattern[str], Value]
+    | Iterable[tuple[str | re.Pattern[str], Value]]
+)
+Pairs: TypeAlias = tuple[tuple[re.Pattern[str], Value], ...]
 Rule: TypeAlias = Literal["matrix", "adamw"] | DimensionNumbers
-Rules: TypeAlias = expressions.ByExpression[Rule]
+Rules: TypeAlias = ByExpression[Rule]
 
 
 def by_path(
-    rules: Rules,
-    *,
-    otherwise: WeightDimensionNumbers = None,
-    head_size: HeadSizes = False,
+    rules: Rules, *, otherwise: WeightDimensionNumbers = None
 ) -> Callable[[PyTree], PyTree]:
     r"""Make weight dimension numbers from rules on the paths of the parameters.
 
@@ -59,16 +58,6 @@ def by_path(
       otherwise: Dimension numbers of the parameters that no expression matches, in any
         form that ``weight_dimension_numbers`` of :func:`orscale` may have. None: the
         default rule.
-      head_size: The number of features of a head, if each head of attention should be a
-        matrix of its own, such as 64. With 128, two neighbouring heads of 64 are one
-        matrix. A tuple has the sizes of the parts of each head, such as the key and the
-        value of latent attention. True is for projections whose shapes count the heads
-        along an axis. A mapping, or a sequence of pairs, from regular expressions to
-        these values chooses by path; False keeps a projection whole, and a projection
-        that no expression matches is treated as with True. After all other rules,
-        ``head_size`` splits the matrices of all projections whose class
-        (:func:`orscale_jax.diagnostics.layer_classes`) is attention's query, key, value
-        or output, or a fusion of these.
 
     Returns:
       A callable from a tree of parameters, which may be abstract, to its tree of
@@ -76,8 +65,8 @@ def by_path(
 
     Raises:
       ValueError: At once, if an expression or a rule is not valid. From the callable, if
-        an expression applies to no parameter, a rule does not fit a leaf, the default
-        rule finds a leaf ambiguous, or ``head_size`` does not fit a projection.
+        an expression applies to no parameter, a rule does not fit a leaf, or the default
+        rule finds a leaf ambiguous.
 
     Example:
       >>> import jax.numpy as jnp
@@ -98,60 +87,28 @@ def by_path(
       None
       >>> optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
     """
-    return resolver(rules, otherwise, head_size, "rules", "by_path")
+    return resolver(rules, otherwise, "rules", "by_path")
 
 
 def resolver(
-    rules: Rules,
-    otherwise: WeightDimensionNumbers,
-    head_size: HeadSizes,
-    argument: str,
-    source: str,
+    rules: Rules, otherwise: WeightDimensionNumbers, argument: str, source: str
 ) -> Callable[[PyTree], PyTree]:
     """:func:`by_path`, with the argument and the source of the rules for messages."""
-    pairs = expressions.compiled(rules, argument, "rules", _checked)
-    default_size, sizes = heads.compiled(head_size)
+    pairs = compiled(rules, argument, "rules", _checked)
 
     def numbers(tree: PyTree) -> PyTree:
         if not jax.tree.leaves(tree):  # As in matrix_axes.
             return tree
-        expressions.refuse_step_count(tree)
-        leaves = leaves_and_masks(tree)
-        decided = _decided(pairs, leaves, source)
+        refuse_step_count(tree)
+        decided = _decided(pairs, leaves_and_masks(tree), source)
         default = otherwise(tree) if is_function(otherwise, is_resolvable) else otherwise
-        guessed = default is None
-        if guessed:
+        if default is None:
             default = default_numbers(tree, decided)
         note_decisions(dict.fromkeys(decided, RULE))  # After the notes of the default.
-
-        def of_all(known: Mapping[Path, Any]) -> PyTree:
-            def own(path: Any, default: Any, _: Any) -> Any:
-                return known.get(names_on(path), default)
-
-            return spread(
-                own, default, tree, "otherwise" if source == "by_path" else "rules"
-            )
-
-        whole = of_all(decided)
-        if not sizes and default_size is False:
-            return whole
-        by_rule = by_name(whole, is_resolvable)
-        by_head = heads.divided(leaves, by_rule, default_size, sizes)
-        unclear = [
-            (dotted(path), of_shape(leaf))
-            for path, leaf in leaves
-            if guessed
-            and names_on(path) in by_head.keys() - decided
-            and keys_on(path)[-1].endswith("weight")
-        ]
-        if unclear:
-            raise ValueError(
-                f"{listed(unclear)} to be divided by head_size, and a weight is "
-                "(outputs, inputs) in PyTorch and Equinox, and (inputs, outputs) "
-                "elsewhere. Say which by a rule for its path: "
-                "optax.contrib.MuonDimensionNumbers(1, 0) or MuonDimensionNumbers(0, 1)."
-            )
-        return of_all(decided | by_head)
+        argument = "otherwise" if source == "by_path" else "rules"
+        return spread(
+            lambda path, own, _: decided.get(names_on(path), own), default, tree, argument
+        )
 
     return numbers
 
@@ -169,11 +126,11 @@ def _checked(name: str, value: Any) -> Rule:
 
 
 def _decided(
-    pairs: expressions.Pairs[Rule], leaves: list[tuple[Any, Any]], source: str
+    pairs: Pairs[Rule], leaves: list[tuple[Any, Any]], source: str
 ) -> dict[Path, DimensionNumbers | None]:
     """The numbers of the leaves that an expression matches, by path."""
     named = tuple((pattern, (pattern.pattern, rule)) for pattern, rule in pairs)
-    rules = expressions.values(named, leaves, source)
+    rules = values(named, leaves, source)
     arrays = [
         (path, leaf, *rules[names_on(path)])
         for path, leaf in leaves
@@ -204,3 +161,94 @@ def _decided(
         except ValueError as error:
             raise ValueError(f"{source}, expression {expression!r}: {error}") from error
     return numbers
+
+
+# Expressions.
+
+
+def compiled(
+    rules: Any, argument: str, kind: str, checked: Callable[[str, Any], Value]
+) -> Pairs[Value]:
+    """Check a mapping, or pairs; ``kind`` says what the values are, for messages."""
+    pairs = rules.items() if isinstance(rules, Mapping) else rules
+    if isinstance(pairs, Iterable) and not isinstance(pairs, str):
+        pairs = list(pairs)
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
+    ):
+        remedy = f"pass a mapping, or pairs, from regular expressions to {kind}"
+        validate.refuse(argument, pairs, remedy)
+
+    name = f"an expression of {argument}"
+    return tuple(
+        (_pattern(name, key), checked(f"{argument}[{key!r}]", value))
+        for key, value in pairs
+    )
+
+
+def matching(argument: str, expression: Any, names: Iterable[str]) -> set[str]:
+    """The names in which an expression has a match; refuses one that has none."""
+    pattern, names = _pattern(argument, expression), list(names)
+    matches = {name for name in names if pattern.search(name)}
+    if not matches:
+        remedy = f"no name has it; the first are {names[:3]}"
+        validate.refuse(argument, expression, remedy)
+    return matches
+
+
+def values(
+    pairs: Pairs[Value], leaves: Iterable[tuple[Any, Any]], source: str
+) -> dict[Path, Value]:
+    """The values of the leaves that an expression matches, by path."""
+
+    def first(name: str) -> int | None:
+        return next((i for i, (e, _) in enumerate(pairs) if e.search(name)), None)
+
+    leaves = list(leaves)
+    by_dotted = {dotted(path): first(dotted(path)) for path, _ in leaves}
+    idle = sorted({*range(len(pairs))} - {*by_dotted.values()})
+    # A masked node may stand for a subtree, whose names are not known.
+    if idle and not any(is_masked(leaf) for _, leaf in leaves):
+        expression, _ = pairs[idle[0]]
+        this = f"the expression {expression.pattern!r} of {source}"
+        for name, earlier in by_dotted.items():
+            if earlier is not None and expression.search(name):
+                raise ValueError(
+                    f"{this} decides nothing: earlier ones match all its parameters, as "
+                    f"{pairs[earlier][0].pattern!r} matches {name!r}. Move it before "
+                    "them, or leave it out."
+                )
+        alike = {}
+        for name in by_dotted:
+            pair = difflib.SequenceMatcher(None, expression.pattern, name, autojunk=False)
+            alike[name] = pair.find_longest_match().size
+        nearest = sorted(alike, key=alike.__getitem__, reverse=True)[:5]
+        raise ValueError(
+            f"{this} matches no parameter. Correct it, or leave it out; of {len(alike)} "
+            f"paths the nearest are {', '.join(map(repr, nearest))}."
+        )
+    indices = ((names_on(path), by_dotted[dotted(path)]) for path, _ in leaves)
+    return {path: pairs[index][1] for path, index in indices if index is not None}
+
+
+def _pattern(name: str, expression: Any) -> re.Pattern[str]:
+    if isinstance(expression, re.Pattern) and isinstance(expression.pattern, str):
+        return expression
+    if not isinstance(expression, str):
+        validate.refuse(name, expression, "pass a string or a compiled pattern of one")
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise ValueError(
+            f"{name}={expression!r} is not valid: {error}; see Python's module re."
+        ) from error
+
+
+def refuse_step_count(tree: PyTree) -> None:
+    """Refuse a step count: optax.inject_hyperparams takes functions for schedules."""
+    integer = isinstance(tree, jax.Array) and jnp.issubdtype(tree.dtype, jnp.integer)
+    if integer and tree.ndim == 0:
+        raise ValueError(
+            "weight_dimension_numbers was called with a step count, as a schedule is: "
+            'pass static_args="weight_dimension_numbers" to optax.inject_hyperparams.'
+        )

@@ -252,19 +252,55 @@ MakeStage: TypeAlias = Callable[[Matrices], optax.GradientTransformation]
 
 
 def on_parameters(
-    optimizer_of: Callable[[PyTree], Optimizer],
-    mu_dtype: DTypeLike | None,
-    *,
-    keep_dtypes: bool = False,
+    optimizer_of: Callable[[PyTree], Optimizer], mu_dtype: DTypeLike | None
 ) -> Optimizer:
     """Wrap ``optimizer_of(parameters)`` as an optimizer for what users pass.
 
-    ``optimizer_of`` sees bare arrays in float32 (float64 if any leaf is float64), and
-    only parameters that have gradients; if ``update`` has no parameters, it sees the
-    updates. Afterwards, updates are sharded like the parameters, and have the dtype to
-    which gradient, parameter and ``mu_dtype`` promote, as in Optax. Every leaf of the
-    state gets back its dtype, sharding and box. With ``keep_dtypes``, for a single stage,
-    updates keep their own dtypes.
+    Updates are sharded like the parameters, and have the dtype to which gradient,
+    parameter and ``mu_dtype`` promote, as in Optax.
+    """
+
+    def cast(leaf: jax.Array, update: Any, param: Any) -> jax.Array:
+        dtype = jnp.promote_types(jnp.result_type(update), jnp.result_type(param))
+        dtype = dtype if mu_dtype is None else jnp.promote_types(dtype, mu_dtype)
+        return typed_sharding.shard_like(leaf.astype(dtype), jnp.asarray(param))
+
+    def fused(grads: PyTree) -> PyTree:
+        # On GPUs XLA computes small leaves of one shape together.
+        leaves, structure = jax.tree.flatten(grads)
+        return jax.tree.unflatten(structure, fuse_small_on_gpu(leaves))
+
+    return _on_bare_arrays(optimizer_of, require_fitting, fused, cast)
+
+
+def on_matrices(numbers: WeightDimensionNumbers, stage: MakeStage) -> Optimizer:
+    """A stage for the matrices of the trees that it is given, which hold nothing else.
+
+    Updates keep their dtypes.
+    """
+
+    def optimizer_of(tree: PyTree) -> Optimizer:
+        matrices = Matrices.of(numbers, tree, only=True)
+        return optax.with_extra_args_support(stage(matrices))
+
+    def cast(leaf: jax.Array, update: Any, _: Any) -> jax.Array:
+        return leaf.astype(jnp.result_type(update))
+
+    return _on_bare_arrays(optimizer_of, require_shapes, lambda updates: updates, cast)
+
+
+def _on_bare_arrays(
+    optimizer_of: Callable[[PyTree], Optimizer],
+    require: Callable[[PyTree, PyTree], None],
+    prepared: Callable[[PyTree], PyTree],
+    cast: Callable[[jax.Array, Any, Any], jax.Array],
+) -> Optimizer:
+    """``optimizer_of(parameters)`` for boxed arrays of any dtype.
+
+    It sees bare arrays in float32 (float64 if any leaf is float64), and only parameters
+    that have gradients; if ``update`` has no parameters, it sees the updates. Afterwards,
+    every leaf of the state gets back its dtype, sharding and box. ``cast`` takes a step,
+    the update and its parameter.
     """
 
     def init(params: PyTree) -> PyTree:
@@ -277,7 +313,7 @@ def on_parameters(
         grads, old, weights = unbox((updates, state, params))
         if weights is not None:
             weights = where_gradients_are(grads, weights)
-            (require_shapes if keep_dtypes else require_fitting)(grads, weights)
+            require(grads, weights)
         place = grads if weights is None else weights
         # Without shardings, so that JAX caches the trace.
         abstract = jax.tree.map(
@@ -295,44 +331,24 @@ def on_parameters(
             floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
             return jnp.asarray(leaf, dtype) if floating else leaf
 
-        def cast(leaf: jax.Array, update: Any, param: Any) -> jax.Array:
-            if keep_dtypes:
-                return leaf.astype(jnp.result_type(update))
-            dtype = jnp.promote_types(jnp.result_type(update), jnp.result_type(param))
-            dtype = dtype if mu_dtype is None else jnp.promote_types(dtype, mu_dtype)
-            return typed_sharding.shard_like(leaf.astype(dtype), jnp.asarray(param))
-
         def kept(leaf: jax.Array, before: Any) -> jax.Array:
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 return leaf
-            cast = leaf.astype(jnp.result_type(before))
-            return typed_sharding.shard_like(cast, jnp.asarray(before))
+            leaf = leaf.astype(jnp.result_type(before))
+            return typed_sharding.shard_like(leaf, jnp.asarray(before))
 
         wide_grads, wide_state, wide_weights = jax.tree.map(
             widened, (grads, old, weights)
         )
         optimizer = optimizer_of(wide_grads if weights is None else wide_weights)
-        if not keep_dtypes:  # On GPUs XLA computes small leaves of one shape together.
-            leaves, structure = jax.tree.flatten(wide_grads)
-            wide_grads = jax.tree.unflatten(structure, fuse_small_on_gpu(leaves))
         steps, state_after = optimizer.update(
-            wide_grads, wide_state, wide_weights, **extra_args
+            prepared(wide_grads), wide_state, wide_weights, **extra_args
         )
         steps = jax.tree.map(cast, steps, grads, place)
         state_after = jax.tree.map(kept, state_after, old)
         return rebox(steps, updates), rebox(state_after, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def on_matrices(numbers: WeightDimensionNumbers, stage: MakeStage) -> Optimizer:
-    """A stage for the matrices of the trees that it is given, which hold nothing else."""
-
-    def optimizer_of(tree: PyTree) -> Optimizer:
-        matrices = Matrices.of(numbers, tree, only=True)
-        return optax.with_extra_args_support(stage(matrices))
-
-    return on_parameters(optimizer_of, None, keep_dtypes=True)
 
 
 def compute_dtype(tree: Any) -> jnp.dtype:

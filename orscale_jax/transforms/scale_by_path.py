@@ -9,15 +9,15 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import validate
-from orscale_jax.parameters import expressions
+from orscale_jax.parameters import path_rules
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
-from orscale_jax.trees.names import name_and_shape, names_on
-from orscale_jax.trees.nodes import leaves_and_masks
+from orscale_jax.trees.names import Path, name_and_shape, names_on
+from orscale_jax.trees.nodes import is_masked, leaves_and_masks
 
 
 def scale_by_path(
-    rules: expressions.ByExpression[ArrayLike],
+    rules: path_rules.ByExpression[ArrayLike],
 ) -> optax.GradientTransformation:
     r"""Multiply the updates of some parameters: their learning rate, after an optimizer.
 
@@ -57,40 +57,28 @@ def scale_by_path(
       >>> print(updates["blocks"][:, 0], updates["head"][0])
       [-0.0011  -0.00055] -0.00011
     """
-    pairs = expressions.compiled(rules, "rules", "positive numbers", _checked)
+    pairs = path_rules.compiled(rules, "rules", "positive numbers", _checked)
 
-    def factors(tree: PyTree) -> PyTree:
-        """For each leaf a number, or an array that broadcasts against the leaf."""
-        if not jax.tree.leaves(tree):  # As in matrix_axes.
-            return tree
-        factor_of = expressions.values(pairs, leaves_and_masks(tree), "scale_by_path")
-
-        def of_leaf(path: Any, leaf: Any) -> ArrayLike:
-            factor: Any = factor_of.get(names_on(path), 1.0)
-            known, lengths = np.shape(factor), np.shape(leaf)
-            shape = known + (1,) * (len(lengths) - len(known))
-            if len(shape) > len(lengths) or any(
-                n not in (1, length) for n, length in zip(shape, lengths, strict=True)
-            ):
+    def factors(tree: PyTree) -> dict[Path, ArrayLike]:
+        """The factor of each leaf that an expression matches, which broadcasts to it."""
+        leaves = leaves_and_masks(tree)
+        if not leaves:  # As in matrix_axes.
+            return {}
+        factor_of = path_rules.values(pairs, leaves, "scale_by_path")
+        for path, leaf in leaves:
+            shape, lengths = np.shape(factor_of.get(names_on(path), 1.0)), np.shape(leaf)
+            fits = len(shape) <= len(lengths) and all(
+                n in (1, length) for n, length in zip(shape, lengths, strict=False)
+            )
+            if not fits and not is_masked(leaf):
                 raise ValueError(
                     f"the array of scale_by_path for {name_and_shape(path, leaf)} has "
-                    f"shape {known}: pass a number, or an array with the lengths of the "
+                    f"shape {shape}: pass a number, or an array with the lengths of the "
                     "leaf's first axes, or with as many axes as the leaf, with 1 along "
                     "all but those of layers. A narrower expression before this one "
                     "gives the leaf another number."
                 )
-            return factor.reshape(shape) if known else factor
-
-        return jax.tree.map_with_path(of_leaf, tree)
-
-    def times(leaf: jax.Array, factor: ArrayLike) -> jax.Array:
-        wide = jnp.promote_types(jnp.result_type(leaf), jnp.float32)
-        x, factor = jnp.asarray(leaf), jnp.asarray(factor, wide)
-        if factor.ndim:
-            spec = zip(factor.shape, typed_sharding.spec(x), strict=True)
-            entries = [axes if n > 1 else None for n, axes in spec]
-            factor = typed_sharding.shard_as(factor, x, entries)
-        return (factor * x.astype(wide)).astype(x.dtype)
+        return factor_of
 
     def init(params: PyTree) -> optax.EmptyState:
         factors(unbox(params))  # Checks the rules.
@@ -100,7 +88,21 @@ def scale_by_path(
         updates: PyTree, state: optax.EmptyState, params: PyTree | None = None
     ) -> tuple[PyTree, optax.EmptyState]:
         bare = unbox(updates)
-        return rebox(jax.tree.map(times, bare, factors(bare)), updates), state
+        factor_of = factors(bare)
+
+        def times(path: Any, leaf: Any) -> Any:
+            if (given := factor_of.get(names_on(path))) is None:
+                return leaf
+            x = jnp.asarray(leaf)
+            wide = jnp.promote_types(x.dtype, jnp.float32)
+            factor = jnp.asarray(given, wide)
+            factor = jnp.expand_dims(factor, tuple(range(factor.ndim, x.ndim)))
+            spec = zip(factor.shape, typed_sharding.spec(x), strict=True)
+            entries = [axes if n > 1 else None for n, axes in spec]
+            factor = typed_sharding.shard_as(factor, x, entries)
+            return (factor * x.astype(wide)).astype(x.dtype)
+
+        return rebox(jax.tree.map_with_path(times, bare), updates), state
 
     return optax.GradientTransformation(init, update)
 

@@ -201,9 +201,7 @@ def decay_stage(
     return optax.masked(stage, lambda tree: mask_like(mask, tree))
 
 
-def resolve_mask(
-    mask: Mask | None, tree: PyTree, matrices: PyTree | None = None
-) -> PyTree | None:
+def resolve_mask(mask: Mask | None, tree: PyTree, matrices: PyTree) -> PyTree | None:
     """The mask for given parameters, where ``matrices`` stands for a string."""
     if isinstance(mask, str):
         return matrices
@@ -215,8 +213,7 @@ def resolve_mask(
         return mask
     mask = mask_like(mask, tree)
     remedy = "pass a tree of booleans with the parameters' structure, or a prefix of it"
-    is_one = jax.tree_util.all_leaves([mask]) and len(jax.tree.leaves(tree)) > 1
-    if is_one and matrices is not None:  # A stage by itself takes it.
+    if jax.tree_util.all_leaves([mask]) and len(jax.tree.leaves(tree)) > 1:
         validate.refuse(
             "weight_decay_mask",
             mask,

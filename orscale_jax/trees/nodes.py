@@ -48,7 +48,7 @@ def children(node: Any) -> dict[str, Any]:
 def is_function(
     value: Any, is_leaf: Callable[[Any], bool]
 ) -> TypeGuard[Callable[[PyTree], PyTree]]:
-    """Whether ``given`` makes a tree of such leaves; a callable module may be one."""
+    """Whether ``value`` makes a tree of such leaves; a callable module may be one."""
     if not callable(value):  # Nor can JAX flatten a mapping whose keys are patterns.
         return False
     leaves = jax.tree.leaves(value, is_leaf=is_leaf)

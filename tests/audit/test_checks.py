@@ -124,6 +124,7 @@ BIASES = {"one.bias": (12,), "two.bias": (20,), "readout.bias": (7,)}
 OUTPUT = {"readout.kernel": "output layer?"}
 TORCH = {"one.weight": (12, 8), "two.weight": (20, 12), "readout.weight": (7, 20)}
 STACKED = {"layers.qkv.kernel": (3, 8, 24), "layers.norm.scale": (3, 8)}
+AXES = {"attn.c_attn.weight_MxN": (3, 24, 8), "attn.c_proj.weight_MxN": (3, 8, 8)}
 SHORT = {"a": (8, 99), "b": (1, 8), "c": (8, 12)}
 
 
@@ -138,6 +139,7 @@ SHORT = {"a": (8, 99), "b": (1, 8), "c": (8, 12)}
         # An axis that all neighbours have is one of layers or experts, and splits none.
         (STACKED, LAYERS, {"layers.qkv.kernel": "fused?"}),
         (STACKED | {"layers.norm.scale": (8,)}, LAYERS, {}),
+        (AXES, {"weight": Dims(2, 1)}, {"attn.c_attn.weight_MxN": "fused?"}),
         (
             {"experts.gate_up": (2, 8, 16), "experts.down": (2, 8, 8)},
             STACK,
@@ -194,7 +196,11 @@ def test_marks_among_neighbours(shapes, rules, expected):
 
 def test_heads_of_attention_are_long_and_no_stacks():
     tree = {"attn": {"q_proj": leaf(512, 64), "o_proj": leaf(64, 512)}}
-    rows = described(tree, by_path({}, head_size=16)).rows
+    heads = {
+        "q_proj": Blocks(0, 1, block_axis=1, blocks=4),
+        "o_proj": Blocks(0, 1, block_axis=0, blocks=4),
+    }
+    rows = described(tree, by_path(heads)).rows
     found = [(row.m, row.n, row.check) for row in rows]
     assert found == [(16, 512, ()), (512, 16, ())]
 
@@ -262,5 +268,5 @@ def test_a_scanned_model_by_the_list_in_the_error():
     broad = {"kernel": Dims(-2, -1), "": Dims(-2, -1)}
     for row in described(params, by_path(broad)).rows:
         assert row.rule == "matrix"
-        expected = {"bias": ["bias?"], "norm": ["norm?"]}.get(row.layer_class, [])
+        expected = {"bias": ["bias?"], "norm": ["norm?"]}.get(row.kind, [])
         assert [mark for mark in row.check if "?" in mark] == expected

@@ -1,6 +1,7 @@
 """Flat scalars and tables of a reading, against NumPy."""
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from orscale_jax import family, muon, orscale
 from orscale_jax.diagnostics import (
     Reading,
     find_problems,
-    layer_classes,
+    layer_names,
     read,
     summarize,
     tabulate,
@@ -181,13 +182,28 @@ def test_a_class_of_empty_stacks_has_no_statistics():
     assert scalars["optimizer/growth/mean"] == scalars["optimizer/other/growth/mean"]
 
 
+def test_layers_are_paths_with_stars():
+    """In flat and boxed trees, also of masked leaves and of none."""
+    masked, w = optax.MaskedNode(), jnp.ones((2, 2))
+    paths = {
+        "blocks.12.attn.query.kernel": "blocks.*.attn.query",
+        "Block_0.Dense_1.bias": "Block_*.Dense_*.bias",
+        "layers.0.mlp.w1": "layers.*.mlp.w1",
+        "lm_head.weight": "lm_head",
+    }
+    assert layer_names(dict.fromkeys(paths, w)) == paths
+    boxed = {"up": nn.Partitioned(w, names=("x", None)), "masked": masked, "b": None}
+    assert layer_names(boxed) == {"up": "up", "masked": masked, "b": None}
+    assert layer_names(w) == "other" and layer_names({}) == {}
+
+
 class TestErrors:
     """Inputs that are refused, and what the messages say."""
 
     @pytest.mark.parametrize("fn", [summarize, tabulate])
     def test_classes(self, fn):
-        with pytest.raises(ValueError, match=r"pass a tree, such as layer_classes\(par"):
-            fn(trees(), layer_classes)
+        with pytest.raises(ValueError, match=r"pass a tree, such as layer_names\(par"):
+            fn(trees(), layer_names)
         with pytest.raises(ValueError, match="classes must be a tree of the parameters'"):
             fn(trees(), {"up": "a"})
 

@@ -18,9 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
-    AttentionHeads,
     BlockDimensionNumbers as Blocks,
-    QueryKey,
     describe,
     family,
     keep_master_weights,
@@ -107,19 +105,18 @@ def optimizer_of(state, rows):
     if state == "master weights":
         return keep_master_weights(optimizer)
     if state == "QK-Clip":
-        return optax.chain(optimizer, qk_clip(attentions(rows), threshold=1.0))
+        return optax.chain(optimizer, qk_clip(by_heads, threshold=1.0))
     return optimizer
 
 
-def attentions(rows):
-    """Queries and keys that lie apart."""
-    found = {}
-    for query, (shape, _, layout) in rows.items():
-        if query.startswith("query"):
-            names = query, f"key-{'-'.join(layout)}"
-            heads = [AttentionHeads(name, axis=-1, heads=4) for name in names]
-            found[query] = QueryKey(*heads, layer_axes=tuple(range(len(shape) - 2)))
-    return found
+def by_heads(params, factors):
+    """Queries and keys that lie apart, whose four heads are along the last axis."""
+    for query, of_heads in factors.items():
+        key = query.replace("query", "key")
+        for name, factor in ((query, of_heads.query), (key, of_heads.key)):
+            repeats = params[name].shape[-1] // 4
+            params[name] *= jnp.repeat(factor, repeats, axis=-1)[..., None, :]
+    return params
 
 
 def inputs(state, rows):

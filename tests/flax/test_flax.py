@@ -936,7 +936,7 @@ def test_of_an_nnx_model_what_is_trained_counts():
     assert {x.item() for x in jax.tree.leaves(found.anchored)} == {True}
     of_model = diagnostics.read(optimizer.opt_state, model, numbers)
     assert jax.tree.leaves(of_model.growth) == jax.tree.leaves(found.growth)
-    diagnostics.summarize(of_model, diagnostics.layer_classes(model))
+    diagnostics.summarize(of_model, diagnostics.layer_names(model))
     measured = [
         diagnostics.measure(state, model, numbers)["momentum_stable_rank"]
         for state in (optimizer, optimizer.opt_state)

@@ -113,8 +113,7 @@ def test_the_table_says_that_blocks_are_contiguous(blocks):
     said = ["gate_up[:, 0:10]", "gate_up[:, 10:24]"] if 10 in np.ravel(blocks) else []
     assert ("2 contiguous" in str(description)) == (not said)
     assert all(name in str(description) for name in said)
-    heading, row = (line.split(",") for line in description.to_csv().splitlines()[:2])
-    assert ("blocks" in heading) == ("2 contiguous" in row) == (not said)
+    assert ("2 contiguous" in description.to_csv()) == (not said)
 
 
 def test_a_rule_for_blocks_in_turns():
@@ -122,8 +121,8 @@ def test_a_rule_for_blocks_in_turns():
     numbers = Blocks(0, 1, block_axis=1, blocks=3, stride=4)
     params = {"qkv": jnp.ones((4, 24))}
 
-    def described(numbers, **given):
-        rules = by_path({"qkv": numbers}, **given)
+    def described(numbers):
+        rules = by_path({"qkv": numbers})
         return describe(params, orscale(0.1, weight_dimension_numbers=rules))
 
     assert (
@@ -132,8 +131,6 @@ def test_a_rule_for_blocks_in_turns():
     misfit = dataclasses.replace(numbers, stride=3)
     with pytest.raises(ValueError, match=r"'qkv' .*stride does not divide blocks of 8"):
         described(misfit)
-    with pytest.raises(ValueError, match=r"head_size(.|\n)*take turns"):
-        described(numbers, head_size=4)
     for stride, blocks in ((0, 3), (1.5, 3), (4, (8, 8, 8))):
         with pytest.raises(ValueError, match=f"stride={stride} is not valid"):
             Blocks(0, 1, block_axis=1, blocks=blocks, stride=stride)

@@ -10,7 +10,7 @@ import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import by_path, muon, orscale
-from orscale_jax.diagnostics import layer_classes
+from orscale_jax.diagnostics import layer_names
 from orscale_jax.equinox import dimension_numbers
 
 PLAIN, W = Dims(0, 1), jnp.ones((2, 3))
@@ -214,5 +214,5 @@ def test_a_rule_for_leaves_that_print_alike():
     masked = params | {"a": {"b": optax.MaskedNode()}}
     numbers = by_path({r"a\.b": "matrix"})(masked)
     assert (numbers["a.b"], numbers["c"]) == (PLAIN, PLAIN)
-    classes = layer_classes(params | {"a.b": params["c"]}, {"c": "mixer"})
-    assert classes == {"a.b": "other", "a": {"b": "other"}, "c": "mixer"}
+    names = layer_names(params | {"a.b": params["c"]})
+    assert names == {"a.b": "a.b", "a": {"b": "a.b"}, "c": "c"}

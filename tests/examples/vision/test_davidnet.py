@@ -19,7 +19,7 @@ from examples.vision.davidnet import (
     DavidNetConfig,
     weight_dimension_numbers,
 )
-from orscale_jax import diagnostics, orscale
+from orscale_jax import orscale
 from tests.examples.recorded import RecordedModel, assert_close
 
 ARRAYS = {"conv.weight": ("conv", "kernel"), "bn.weight": ("norm", "scale")}
@@ -114,12 +114,6 @@ def test_convolutions_are_matrices_and_the_first_and_the_head_take_adamw():
     assert flat["prep.conv.kernel"] is None and flat["head.kernel"] is None
     assert flat["stages.2.residual.1.conv.kernel"] == Dims((0, 1, 2), 3)
     jax.eval_shape(orscale(1e-3, weight_dimension_numbers=numbers).init, params)
-
-
-def test_every_parameter_has_the_class_of_its_layer():
-    classes = diagnostics.layer_classes(parameters("davidnet"))
-    assert set(jax.tree.leaves(classes)) == {"convolution", "norm", "head"}
-    assert classes["head"]["kernel"] == "head"
 
 
 def test_evaluation_leaves_running_statistics_alone_and_training_moves_them():

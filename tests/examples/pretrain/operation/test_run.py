@@ -175,7 +175,7 @@ def test_images_are_trained_on_and_reported(tmp_path, monkeypatch, capsys):
         float(rows[-1]["seconds"]) / 3, abs=1e-5
     )
     history = tiny.rows(tmp_path / "muon_moonlight" / "history.csv")
-    assert {row["class"] for row in history} == {"convolution"}
+    assert all("conv" in row["class"] for row in history)
     assert {row["step"] for row in history} == {"2"}
     shown = capsys.readouterr().out
     assert "100 images to train on, 40 to validate on, from drawings of" in shown
