@@ -74,6 +74,10 @@ LAYOUTS = {
     "Auto": (AXES, (AUTO,)),
     "Explicit": ({"data": 4, "tensor": 2}, (EXPLICIT,)),
     "uneven": ({"data": 5}, (AUTO,)),
+    "mixed": (
+        {"stage": 2, "data": 2, "one": 1, "tensor": 2},
+        (EXPLICIT, AUTO, AUTO, EXPLICIT),
+    ),
 }
 SAME = {name: make(1e-2, weight_dimension_numbers=OF_HEADS) for name, make in {
     "muon": muon,
@@ -90,6 +94,8 @@ SAME["a warm-up"] = optax.MultiSteps(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SAME)
 def test_no_false_alarm(name, layout):
+    if (name, layout) == ("a warm-up", "mixed"):
+        pytest.skip("optax.MultiSteps does not compile there, even around optax.sgd")
     axes, kinds = LAYOUTS[layout]
     params = {key: jnp.zeros(shape) for key, shape in HEADS.items()}
     certificate = assert_same_on(mesh_of(axes, *kinds), SAME[name], params)
