@@ -1,6 +1,7 @@
 """What every Optax transformation owes its users, for each optimizer."""
 
 import functools
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -13,23 +14,21 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from orscale_jax import (
-    blend_momentum,
-    diagnostics,
-    ema_nesterov,
-    family,
-    mixed_emas,
-    muon,
-    neuron_floor,
-    orscale,
-    orthogonalize,
+import orscale_jax
+from orscale_jax import diagnostics, family, muon, orscale
+from tests.everything import (
+    EXTRA,
+    OPTIMIZERS,
+    PUBLIC,
+    STAGES,
+    WRAPPERS,
+    functions_of,
+    same,
 )
 from tests.runs import (
     EXPLICIT,
-    FAMILY,
     NUMBERS,
     SHAPES,
-    VISION,
     assert_close,
     assert_same_bits,
     first_update,
@@ -42,15 +41,17 @@ from tests.runs import (
 )
 
 ROOT = Path(__file__).parents[1]
-OPTIMIZERS = {
-    "orscale": orscale,
-    "vision": functools.partial(orscale, **VISION),
-    "muon": muon,
-    "int8_momentum": functools.partial(orscale, mu_dtype="int8"),
-    **FAMILY,
-}
 # Others have the same stages, in another order or with other hyperparameters.
 FAST = ("orscale", "muon", "int8_momentum", "hyperball", "normuon")
+
+
+# Optimizers have these, and the other stages are chained.
+IN_OPTIMIZERS = {
+    "orthogonalize",
+    "scale_by_shape",
+    "where_nonzero",
+    "scale_by_calibrated_trust_ratio",
+}
 
 
 def chained(rate, weight_dimension_numbers, weight_decay=None):
@@ -58,12 +59,9 @@ def chained(rate, weight_dimension_numbers, weight_decay=None):
     del weight_decay
     matrices = {name: x for name, x in weight_dimension_numbers.items() if x}
     numbers = {"weight_dimension_numbers": weight_dimension_numbers}
-    chain = optax.chain(
-        mixed_emas((0.8, 0.98), (0.4, 0.6), mu_dtype="int8", **numbers),
-        blend_momentum(orthogonalize(**numbers), -0.25, **numbers),
-        neuron_floor(0.4, **numbers),
-        optax.scale_by_learning_rate(rate),
-    )
+    names = [name for name in STAGES if name not in IN_OPTIMIZERS | {*EXTRA}]
+    stages = (STAGES[name](same, **numbers) for name in names)
+    chain = optax.chain(optax.trace(0.9), *stages, optax.scale_by_learning_rate(rate))
 
     def label(path, _):
         return "matrix" if path[0].key in matrices else "adamw"
@@ -72,7 +70,7 @@ def chained(rate, weight_dimension_numbers, weight_decay=None):
         return jax.tree.map_with_path(label, params)
 
     groups = {"matrix": chain, "adamw": optax.adamw(rate)}
-    return ema_nesterov(optax.partition(groups, labels), 0.3)
+    return optax.partition(groups, labels)
 
 
 @pytest.fixture(params=(*FAST, "chained"))
@@ -95,6 +93,16 @@ def rounding(build):
     return {"atol": 1e-6} if getattr(build, "func", build) is family.hyperball else {}
 
 
+def test_everything_public_that_makes_a_transformation_is_tested():
+    """The family is in the table as it is; stages and wrappers are written there."""
+    made = {
+        name
+        for name, make in functions_of(orscale_jax).items() | functions_of(family).items()
+        if "GradientTransformation" in str(inspect.signature(make).return_annotation)
+    }
+    assert made == {*PUBLIC, *STAGES, *WRAPPERS} and len(made) > 12
+
+
 def test_no_backend_is_started_before_init():
     """Neither by imports nor by optimizers: `jax.distributed` comes after both."""
     program = """
@@ -103,12 +111,16 @@ import jax, optax, orscale_jax
 for module in pkgutil.walk_packages(orscale_jax.__path__, "orscale_jax."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
-from tests.test_citizenship import NUMBERS, OPTIMIZERS
+from tests.everything import OPTIMIZERS, STAGES, WRAPPERS, same
+from tests.runs import NUMBERS
 schedule = optax.linear_schedule(0.1, 0.0, 10)
 for build in OPTIMIZERS.values():
     build(schedule, weight_decay=schedule, weight_dimension_numbers=NUMBERS)
     optax.inject_hyperparams(build, static_args=("weight_decay",))(0.1)
-orscale_jax.keep_master_weights(orscale_jax.orscale(0.1))
+for build in STAGES.values():
+    build(same, weight_dimension_numbers=NUMBERS)
+for wrap in WRAPPERS.values():
+    wrap(orscale_jax.orscale(0.1), same)
 jax.config.update("jax_num_cpu_devices", 2)  # It is refused where a backend runs.
 """
     # Without -W error: to import Haliax gives warnings.

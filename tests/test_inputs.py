@@ -27,11 +27,10 @@ from orscale_jax import (
 )
 from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
 from orscale_jax.transforms.trust_ratio import R_MIN
+from tests.everything import OPTIMIZERS
 from tests.runs import (
-    FAMILY,
     NUMBERS,
     SHAPES,
-    VISION,
     assert_close,
     assert_same_bits,
     has_ratios,
@@ -44,11 +43,7 @@ from tests.runs import (
 )
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
-BUILDS = {
-    "orscale": orscale,
-    "vision": functools.partial(orscale, **VISION),
-    "muon": muon,
-}
+BUILDS = ("orscale", "vision", "muon")
 RATE, DECAY = 1e-2, 0.1
 STEPS = 5
 WHEN = pytest.mark.parametrize("when", [0, 2], ids=["first", "middle"])
@@ -89,7 +84,7 @@ def compiled(optimizer):
 
 @functools.cache
 def build(name):
-    return (BUILDS | FAMILY)[name](RATE, weight_dimension_numbers=NUMBERS)
+    return OPTIMIZERS[name](RATE, weight_dimension_numbers=NUMBERS)
 
 
 @functools.cache
@@ -387,7 +382,7 @@ def test_empty_leaves(name):
         "blocks": BlockDimensionNumbers(0, 1, block_axis=1, blocks=2),
         "batch": Dims(1, 2), "none": None,
     }  # fmt: skip
-    optimizer = (BUILDS | FAMILY)[name](RATE, weight_dimension_numbers=numbers)
+    optimizer = OPTIMIZERS[name](RATE, weight_dimension_numbers=numbers)
     nothing = tree(0, shapes=empty)
     seen = train(
         compiled(optimizer), [g | nothing for g in gradients()], tree(0) | nothing
@@ -961,7 +956,7 @@ def test_small_gradients_in_float16(size):
 @pytest.mark.quick_first_case
 def test_dtypes_of_too_few_bits(dtype):
     """Newton–Schulz in float8 would diverge, and JAX does not promote such dtypes."""
-    for factory in (orscale, muon, *FAMILY.values()):
+    for factory in OPTIMIZERS.values():
         with pytest.raises(ValueError, match=r"mu_dtype=.*16 bits"):
             factory(RATE, mu_dtype=dtype)
     for function in (functools.partial(orscale, RATE), orthogonalize):

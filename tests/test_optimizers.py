@@ -17,7 +17,8 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import muon, orscale, scale_by_shape
 from tests import leaves, oracle
-from tests.runs import RELATIVES, VISION, Oracles, readout, run, tree
+from tests.everything import PUBLIC, VISION
+from tests.runs import Oracles, readout, run, tree
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -29,18 +30,17 @@ OF_FAMILY = {
     "orscale_on_normuon": ((), ("b2", "neuron_eps", "norm")),
     "aurora": (RATIO, ("pp_iterations", "pp_beta")),
 }
-OPTIMIZERS = {"orscale": orscale, "muon": muon, **RELATIVES}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_help_shows_every_argument_with_its_default_and_its_description(name):
     left_out, own = ({"muon": (RATIO, ())} | OF_FAMILY).get(name, ((), ()))
-    found = inspect.signature(OPTIMIZERS[name]).parameters
+    found = inspect.signature(PUBLIC[name]).parameters
     plain = {**inspect.signature(orscale).parameters}
     kept = {key: plain[key] for key in plain if key not in left_out}
     assert {key: found[key] for key in found if key not in own} == kept
     assert {*found} == {*kept, *own}
-    text = pydoc.plain(pydoc.render_doc(OPTIMIZERS[name]))
+    text = pydoc.plain(pydoc.render_doc(PUBLIC[name]))
     args = re.search(r"Args:\n(.*?)\n    Returns:", text, re.DOTALL).group(1)
     assert re.findall(r"^ {6}(\w+): \S", args, re.MULTILINE) == list(found)
     assert all(f"= {found[key].default!r}" in text for key in own)
@@ -79,30 +79,30 @@ def test_types_of_arguments(tmp_path):
 NUMBERS_OF = {
     name: [
         key
-        for key, parameter in inspect.signature(OPTIMIZERS[name]).parameters.items()
+        for key, parameter in inspect.signature(PUBLIC[name]).parameters.items()
         if type(parameter.default) in (int, float) and "weight_decay" not in key
     ]
-    for name in OPTIMIZERS
+    for name in PUBLIC
 }
 
 
 @pytest.mark.quick_first_case
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_a_schedule_for_a_number(name, subtests):
     """Followed as the message says it: the optimizer works, and its number changes."""
     params = {"w": jnp.eye(2, 3), "b": jnp.ones(3)}
     for argument in NUMBERS_OF[name]:
-        own = inspect.signature(OPTIMIZERS[name]).parameters[argument].default
+        own = inspect.signature(PUBLIC[name]).parameters[argument].default
 
         def schedule(count, own=own):
             return own + count if type(own) is int else own * (1 + count / 32)
 
         with subtests.test(argument):
             with pytest.raises(ValueError, match=f"{argument}=.*is not valid") as refused:
-                OPTIMIZERS[name](1e-3, **{argument: schedule})
+                PUBLIC[name](1e-3, **{argument: schedule})
             line = re.search("for a schedule write (.*)\\.$", str(refused.value)).group(1)
             names = {"optax": optax, "learning_rate": 1e-3, "schedule": schedule}
-            optimizer = eval(line, OPTIMIZERS | names)
+            optimizer = eval(line, PUBLIC | names)
             state = optimizer.init(params)
             for count in range(2):
                 updates, state = optimizer.update(params, state, params)

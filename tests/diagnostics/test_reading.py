@@ -10,11 +10,12 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import muon, orscale
+from orscale_jax import orscale
 from orscale_jax.diagnostics import read, summarize
 from orscale_jax.transforms.trust_ratio import R_MAX, R_MIN
 from tests import leaves, oracle
-from tests.runs import AUTO, EXPLICIT, FAMILY, has_ratios, mesh_of, placed
+from tests.everything import OPTIMIZERS
+from tests.runs import AUTO, EXPLICIT, has_ratios, mesh_of, placed
 
 RATE = 0.1
 
@@ -209,12 +210,11 @@ class TestOptimizers:
     """Muon and the relatives, as far as a quantity exists."""
 
     @pytest.mark.quick_first_case
-    @pytest.mark.parametrize("name", ["muon", *FAMILY])
+    @pytest.mark.parametrize("name", OPTIMIZERS)
     def test_relative_step_is_what_the_weights_have_done(self, name):
-        build = muon if name == "muon" else FAMILY[name]
         # Without decay also those that decouple it have no other update than r̂D.
         decay = {} if name == "hyperball" else {"weight_decay": 0.0}
-        optimizer = build(0.1, **decay)
+        optimizer = OPTIMIZERS[name](0.1, **decay)
         state, before, params = trained(optimizer, TREE)
         reading = read(state, params, learning_rate=0.1)
         norms = [np.linalg.norm(np.float64(tree["w"])) for tree in (before, params)]

@@ -13,6 +13,7 @@ from examples.benchmarks import hlo_cost
 from orscale_jax import (
     BlockDimensionNumbers,
     describe,
+    family,
     muon,
     orscale,
     orthogonalize,
@@ -24,7 +25,6 @@ from tests.platforms import orthogonalize_as
 from tests.runs import (
     AUTO,
     EXPLICIT,
-    FAMILY,
     assert_close,
     equations,
     first_update,
@@ -443,7 +443,7 @@ def test_collectives(name, layout):
     if name == "aurora":
         again, again_bytes = cost_of(muon, layout, RECTANGULAR)
         flops, exchanged = flops + again.flops, exchanged + again_bytes["all-to-all"]
-    cost, found = cost_of(FAMILY[name], layout)
+    cost, found = cost_of(getattr(family, name), layout)
     assert cost.looped_bytes == 0 and cost.flops == flops
     assert set(found) == set(plain_bytes)
     assert found["all-to-all"] == exchanged
