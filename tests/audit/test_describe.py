@@ -1,12 +1,9 @@
 """The table of the parameters, against counts by hand."""
 
-import contextlib
 import dataclasses
 import functools
-import io
 import itertools
 import re
-from pathlib import Path
 
 import equinox as eqx
 import flax.linen as nn
@@ -43,7 +40,6 @@ from orscale_jax.haliax import dimension_numbers as haliax_numbers
 from orscale_jax.newton_schulz.platforms import PLATFORMS
 from tests import everything, leaves
 
-DOCS = Path(__file__).parents[2] / "docs"
 NUMBERS = by_path(
     {
         "query": Dims(0, (1, 2)),
@@ -667,28 +663,6 @@ def test_select():
     for wrong, message in (("(", "missing"), ("expert", "first are.*'bias'")):
         with pytest.raises(ValueError, match=rf"^expression='.*' is .*{message}"):
             small().select(wrong)
-
-
-@pytest.mark.quick_first_case
-@pytest.mark.parametrize(("name", "outputs"), [("memory.md", 2), ("parameters.md", 7)])
-def test_the_output_on_the_page(name, outputs):
-    """A text block is what the Python block above it prints."""
-    page = DOCS / name
-    blocks = re.findall(
-        r"^```(python|text)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
-    )
-    while blocks[-1][0] != "text":  # tests/test_docs.py runs them all.
-        blocks.pop()
-    namespace, printed = {"__name__": "__main__"}, ""
-    for language, text in blocks:
-        if language == "text":
-            assert text == printed
-            continue
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output):
-            exec(compile(text, page, "exec"), namespace)
-        printed = output.getvalue()
-    assert [language for language, _ in blocks].count("text") == outputs
 
 
 PLACEMENT = [
