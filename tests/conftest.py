@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Both are read when jax is first imported.
@@ -109,6 +109,12 @@ def strict_broadcasting(request: pytest.FixtureRequest) -> Iterator[None]:
     rule = "allow" if EXAMPLES in request.path.parents else "raise"
     with jax.numpy_rank_promotion(rule):
         yield
+
+
+@pytest.fixture(params=["jit", "no_jit"])
+def jit(request: pytest.FixtureRequest) -> Callable:
+    """Run a test compiled and op by op, as chex.variants does for a unittest.TestCase."""
+    return jax.jit if request.param == "jit" else lambda function: function
 
 
 @pytest.fixture

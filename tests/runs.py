@@ -80,9 +80,9 @@ def step_of(optimizer, **jit):
     return jax.jit(step, **jit)
 
 
-def run(optimizer, params, steps, gradients=leaves.random_tree):
+def run(optimizer, params, steps, gradients=leaves.random_tree, jit=jax.jit):
     """The parameters and states after each step."""
-    update, state, seen = jax.jit(optimizer.update), optimizer.init(params), []
+    update, state, seen = jit(optimizer.update), optimizer.init(params), []
     for step in range(steps):
         updates, state = update(gradients(step + 1), state, params)
         params = optax.apply_updates(params, updates)

@@ -185,7 +185,7 @@ def test_another_anchor_goes_on_from_the_directions_that_have_entered(tmp_path):
 
     c, lowered = c_before_and_after("orscale", "largest_anchor")
     assert (lowered <= c).all() and (lowered < c).any()
-    np.testing.assert_array_equal(*c_before_and_after("largest", "orscale"))
+    np.testing.assert_array_equal(*c_before_and_after("largest_anchor", "orscale"))
 
 
 @pytest.mark.extended

@@ -4,6 +4,7 @@ import functools
 import re
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,10 +152,6 @@ def assert_others_same(seen, expected, where):
                 np.testing.assert_array_equal(found[part], reference[part])
 
 
-def all_finite(values):
-    return all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(values))
-
-
 def on_matrices(change):
     return jax.tree.map(lambda x: change(x) if x.ndim > 1 else x, tree(0))
 
@@ -192,7 +189,7 @@ def test_zero_gradients(name, when, where):
             assert c == 0 or c == ratios(seen[0][2], "calibration")[part]
             assert ratios(state)[part] == 1 or when
     if where == "everywhere":
-        assert all_finite(updates)
+        chex.assert_tree_all_finite(updates)
     # The matrix begins one step later, as it would have begun at this one.
     if when == 0:
         late = train(standard(name), grads[1:])
@@ -228,7 +225,7 @@ def test_huge_and_tiny_gradients(name, when, where, power):
     ]
     seen, expected = train(standard(name), grads), undisturbed(name)
     assert_others_same(seen, expected, where)
-    assert all_finite([(updates, params) for updates, params, _ in seen])
+    chex.assert_tree_all_finite([(updates, params) for updates, params, _ in seen])
     # Alone, or before any other, the scale of a gradient does not matter at all.
     for step in {0: [0], 2: [], None: range(STEPS)}[when]:
         found, reference = split(seen[step][0]), split(expected[step][0])
@@ -279,14 +276,14 @@ def test_no_shape_hides_a_first_gradient_of_nan(where):
 def test_rank_1(name):
     params = on_matrices(rank_1)
     seen = train(standard(name), gradients(), params)
-    assert all_finite([(updates, params) for updates, params, _ in seen])
+    chex.assert_tree_all_finite([(updates, params) for updates, params, _ in seen])
     if name == "orscale":
         [(expected, _, _)] = train(standard("muon"), gradients(1), params)
         assert_close(ratios(seen[0][2]), dict.fromkeys(["w", "0", "1", "2"], 1.0), atol=0)
         assert_close(seen[0][0], expected, rtol=1e-5, atol=1e-8)
     grads = jax.tree.map(lambda g: rank_1(g) if g.ndim > 1 else g, tree(1))
     [(updates, _, _)] = train(standard(name), [grads])
-    assert all_finite(updates)
+    chex.assert_tree_all_finite(updates)
     stage = orthogonalize(weight_dimension_numbers=NUMBERS | {"b": Dims(0, 1)})
     q, _ = stage.update(grads | {"b": jnp.zeros((1, 1))}, optax.EmptyState())
     for matrix in [q["w"], *q["stack"]]:
@@ -317,7 +314,7 @@ def test_momentum_that_cancels(name, nesterov):
 def test_zero_weights(name):
     params = jax.tree.map(jnp.zeros_like, tree(0))
     seen = train(standard(name), gradients(), params)
-    assert all_finite([(updates, params) for updates, params, _ in seen])
+    chex.assert_tree_all_finite([(updates, params) for updates, params, _ in seen])
     if name == "vision":  # Later r is that of small weights, and clipped.
         assert list(ratios(seen[0][2]).values()) == [1] * 4
         assert list(ratios(seen[1][2]).values()) == [0.5] * 4
@@ -558,7 +555,7 @@ def test_strict_dtype_promotion(dtype, anchor):
             compiled(orscale(RATE, anchor=anchor, **given)), grads, params
         )
         assert_close(found, expected, atol=1e-7)
-    assert all_finite(found)
+    chex.assert_tree_all_finite(found)
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.dtype(dtype)}
 
 
@@ -570,7 +567,7 @@ def test_checking_leaks():
         state = jax.jit(orscale(lambda step: RATE).init)(params)
         carry = step(params, state, params)
         jax.lax.scan(lambda carry, _: (step(*carry, params), None), carry, length=2)
-    assert all_finite(carry)
+    chex.assert_tree_all_finite(carry)
 
 
 # Hyperparameters.
@@ -934,7 +931,8 @@ def test_momentum_that_overflows_float16():
     for mu_dtype, finite in ((None, False), (jnp.float32, True)):
         optimizer = orscale(RATE, momentum=0.5, mu_dtype=mu_dtype)
         seen = train(compiled(optimizer), grads, params)
-        assert all_finite(seen[-1][2]) == finite
+        momentum = readout(seen[-1][2], "trace")["w"]
+        assert jnp.isfinite(momentum).all() == finite
 
 
 @pytest.mark.parametrize("size", [1e-5, 3e-4])
@@ -1085,6 +1083,7 @@ def test_ten_thousand_steps(name):
         return sum(jnp.sum((params[key] - target[key]) ** 2) for key in SHAPES)
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def hundred_steps(carry):
         def step(carry, _):
             return step_of(optimizer)(*carry, jax.grad(loss)(carry[0])), None
@@ -1093,8 +1092,8 @@ def test_ten_thousand_steps(name):
 
     carry = begin = tree(0), optimizer.init(tree(0))
     seen = [carry := hundred_steps(carry) for _ in range(100)]
-    assert hundred_steps._cache_size() == 1
     assert types_of(carry) == types_of(begin)
-    assert all_finite(carry) and loss(carry[0]) < loss(tree(0))
+    chex.assert_tree_all_finite(carry)
+    assert loss(carry[0]) < loss(tree(0))
     if name != "muon":
         assert_same_bits(*(readout(seen[i][1], "calibration") for i in (0, -1)))

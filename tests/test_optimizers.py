@@ -168,7 +168,7 @@ def test_the_scale_of_optax(nesterov, injected):
     ],
     ids=["few", "language_model", "vision", "no_nesterov", "no_clip"],
 )
-def test_25_steps_against_float64_numpy(names, arguments, by_hand):
+def test_25_steps_against_float64_numpy(names, arguments, by_hand, jit):
     tree, numbers = leaves.some(*names)
     params = tree(0, 0.05)
     optimizer = orscale(
@@ -178,7 +178,7 @@ def test_25_steps_against_float64_numpy(names, arguments, by_hand):
         **arguments,
     )
     expected = Oracles(params, **by_hand)
-    seen = run(optimizer, params, 25, tree)
+    seen = run(optimizer, params, 25, tree, jit)
     for step, (_, state) in enumerate(seen):
         expected.step(tree(step + 1), 0.03 / (1 + step))
         for name, matrices in expected.matrices.items():

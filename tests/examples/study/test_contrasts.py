@@ -1,7 +1,7 @@
 """What the study's programs print is what README and the pages say.
 
 The study is closed: each interval on the pages is one of tests/data/study_intervals.txt,
-which tests/examples/study/test_pages.py of commit 11ff6128 recomputed from the runs.
+which test_pages.py and test_tuning.py of commit 11ff6128 recomputed from the runs.
 """
 
 import re
@@ -50,9 +50,8 @@ def test_intervals_are_those_that_were_recomputed():
     """A page may drop a number of a closed study, and may not change it."""
     approved = (ROOT / "tests" / "data" / "study_intervals.txt").read_text().splitlines()
     for page in PAGES:
-        if page.name != "fine_tuning.md":  # test_tuning.py recomputes its numbers.
-            changed = {*INTERVAL.findall(words(page))} - {*approved}
-            assert not changed, f"{page.name} has other intervals: {sorted(changed)}"
+        changed = {*INTERVAL.findall(words(page))} - {*approved}
+        assert not changed, f"{page.name} has other intervals: {sorted(changed)}"
 
 
 def test_the_pages_table():
