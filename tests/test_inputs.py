@@ -295,7 +295,7 @@ def test_rank_1(name):
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum_that_cancels(name, nesterov):
     """With μ = 1/2: M̃ = G/4 − 3/2 G/6 = 0, or M = G/2 − G/2 = 0, exactly: it rests."""
-    optimizer = BUILDS[name](RATE, momentum=0.5, nesterov=nesterov)
+    optimizer = OPTIMIZERS[name](RATE, momentum=0.5, nesterov=nesterov)
     grad = {"w": 6 * jnp.round(8 * tree(1)["w"])}
     back = jax.tree.map(lambda g: -g / (6 if nesterov else 2), grad)
     (_, _, first), (updates, _, state) = train(
@@ -356,7 +356,7 @@ def test_matrices_with_one_row_or_column(name):
     """Q is the normalised gradient."""
     shapes = {"row": (1, 5), "column": (5, 1), "one": (1, 1)}
     params, grad = tree(0, shapes=shapes), tree(1, shapes=shapes)
-    optimizer = BUILDS[name](RATE, weight_decay=0.0)
+    optimizer = OPTIMIZERS[name](RATE, weight_decay=0.0)
     [(updates, _, state)] = train(compiled(optimizer), [grad], params)
     for key in shapes:
         u, g = (x / np.linalg.norm(x) for x in (updates[key], grad[key]))
@@ -485,7 +485,7 @@ def test_float32_with_x64_on(name, kind):
     scalars = {"learning_rate": RATE, "weight_decay": DECAY, "momentum": 0.95}
     wide = {key: kind(value) for key, value in (scalars | {"adam_b1": 0.9}).items()}
     with jax.enable_x64(True):
-        optimizer = BUILDS[name](weight_dimension_numbers=NUMBERS, **wide)
+        optimizer = OPTIMIZERS[name](weight_dimension_numbers=NUMBERS, **wide)
         state = optimizer.init(tree(0))
         text = jax.jit(optimizer.update).lower(tree(0), state, tree(0)).as_text()
         seen = train(compiled(optimizer), gradients())
@@ -576,7 +576,7 @@ def test_checking_leaks():
 @pytest.mark.extended
 @ORSCALE_MUON
 def test_learning_rate_zero(name):
-    optimizer = BUILDS[name](0.0, weight_dimension_numbers=NUMBERS)
+    optimizer = OPTIMIZERS[name](0.0, weight_dimension_numbers=NUMBERS)
     seen = train(compiled(optimizer), gradients(2))
     for _, params, _ in seen:
         assert_same_bits(params, tree(0))
@@ -591,7 +591,7 @@ def test_learning_rate_zero(name):
 
 @pytest.mark.extended
 def test_weight_decay_zero(name):
-    optimizer = BUILDS[name](RATE, weight_decay=0.0, weight_dimension_numbers=NUMBERS)
+    optimizer = OPTIMIZERS[name](RATE, weight_decay=0.0, weight_dimension_numbers=NUMBERS)
     [(_, params, _)] = train(compiled(optimizer), [jax.tree.map(jnp.zeros_like, tree(1))])
     assert_same_bits(params, tree(0))  # Including the bias.
 
@@ -771,7 +771,8 @@ MISFITS = [
 @ORSCALE_MUON
 def test_the_state_of_other_parameters(name, then, now, words):
     old, new = (
-        BUILDS[name](RATE, weight_dimension_numbers=numbers_of(s)) for s in (then, now)
+        OPTIMIZERS[name](RATE, weight_dimension_numbers=numbers_of(s))
+        for s in (then, now)
     )
     refuses(new, old.init(tree(0, shapes=then)), tree(0, shapes=now), words)
 
