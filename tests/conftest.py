@@ -22,6 +22,7 @@ os.environ.setdefault(
     * (importlib.metadata.version("jaxlib") < "0.11"),
 )
 
+import chex
 import hypothesis
 import jax
 import pytest
@@ -109,6 +110,12 @@ def strict_broadcasting(request: pytest.FixtureRequest) -> Iterator[None]:
     rule = "allow" if EXAMPLES in request.path.parents else "raise"
     with jax.numpy_rank_promotion(rule):
         yield
+
+
+@pytest.fixture(autouse=True)
+def traces_are_counted_anew() -> None:
+    """Of functions under chex.assert_max_traces, which it knows by their names."""
+    chex.clear_trace_counter()
 
 
 @pytest.fixture(params=["jit", "no_jit"])
