@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Both are read when jax is first imported.
@@ -21,6 +21,7 @@ os.environ.setdefault(
     * (importlib.metadata.version("jaxlib") < "0.11"),
 )
 
+import chex
 import hypothesis
 import jax
 import pytest
@@ -110,6 +111,18 @@ def strict_broadcasting(request: pytest.FixtureRequest) -> Iterator[None]:
     rule = "allow" if EXAMPLES in request.path.parents else "raise"
     with jax.numpy_rank_promotion(rule):
         yield
+
+
+@pytest.fixture(autouse=True)
+def traces_are_counted_anew() -> None:
+    """Of functions under chex.assert_max_traces, which it knows by their names."""
+    chex.clear_trace_counter()
+
+
+@pytest.fixture(params=["jit", "no_jit"])
+def jit(request: pytest.FixtureRequest) -> Callable:
+    """Run a test compiled and op by op, as chex.variants does for a unittest.TestCase."""
+    return jax.jit if request.param == "jit" else lambda function: function
 
 
 @pytest.fixture

@@ -32,7 +32,11 @@ def newton_schulz(x, rows=POLAR_EXPRESS, safety=1.02):
     norm = np.linalg.norm(x)
     if norm == 0:
         return np.zeros_like(x)
-    x = x / (safety * norm)
+    return iterated(x / (safety * norm), rows)
+
+
+def iterated(x, rows):
+    """The steps alone, of a matrix that is normalized."""
     for a, b, c in rows:
         gram = x @ x.T
         x = a * x + b * gram @ x + c * gram @ gram @ x

@@ -1,8 +1,5 @@
 """Small trees, meshes, and short runs of an optimizer, with the oracle beside it."""
 
-import functools
-import inspect
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -12,7 +9,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import CalibratedTrustRatioState, family, orscale
+from orscale_jax import CalibratedTrustRatioState, orscale
 from orscale_jax.transforms import trust_ratio
 from orscale_jax.trees.nodes import nodes_of
 from tests import leaves, oracle
@@ -83,9 +80,9 @@ def step_of(optimizer, **jit):
     return jax.jit(step, **jit)
 
 
-def run(optimizer, params, steps, gradients=leaves.random_tree):
+def run(optimizer, params, steps, gradients=leaves.random_tree, jit=jax.jit):
     """The parameters and states after each step."""
-    update, state, seen = jax.jit(optimizer.update), optimizer.init(params), []
+    update, state, seen = jit(optimizer.update), optimizer.init(params), []
     for step in range(steps):
         updates, state = update(gradients(step + 1), state, params)
         params = optax.apply_updates(params, updates)
@@ -146,28 +143,6 @@ def train(params, loss, numbers, steps=2, rate=0.02):
     assert_all_change(before, params)
     assert not any(np.isnan(leaf).any() for leaf in jax.tree.leaves(state))
     return params
-
-
-# Optimizers.
-
-
-def optimizers_of(module):
-    """The public functions that a module defines, by name."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if inspect.isfunction(value)
-        and value.__module__.startswith(module.__name__)
-        and not name.startswith("_")
-    }
-
-
-# The arguments of the paper's experiments on images.
-VISION = {"consistent_rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}
-RELATIVES = optimizers_of(family)
-FAMILY = RELATIVES | {
-    "largest_anchor": functools.partial(orscale, anchor="largest", anchor_steps=3)
-}
 
 
 class Oracles:

@@ -1,7 +1,9 @@
-"""Matrices of given singular values; spectra on which rounding does most."""
+"""Matrices of given singular values, and what becomes of them; adversarial spectra."""
 
 import numpy as np
 import scipy.linalg
+
+from tests import oracle
 
 
 def random_bases(m, n, seed=0):
@@ -18,6 +20,12 @@ def hadamard_bases(m, n):
 def with_spectrum(singular_values, m, n, bases=random_bases):
     u, v = bases(m, n)
     return u * np.asarray(singular_values) @ v.T
+
+
+def composed(x, rows):
+    """The polynomials of the rows on the singular values of matrices, in float64."""
+    u, sigma, vt = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)
+    return u * oracle.compose(rows, sigma)[..., None, :] @ vt
 
 
 def adversarial(m, rng):

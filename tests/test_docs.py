@@ -1,7 +1,9 @@
-"""The Python blocks of README.md and the site run, and what they point at is there."""
+"""The Python blocks of README.md and the site run, and print what the pages show."""
 
 import ast
+import contextlib
 import inspect
+import io
 import pkgutil
 import pydoc
 import re
@@ -14,10 +16,13 @@ from orscale_jax import muon
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FRACTION = re.compile(r"(\d+\.\d+(?:e[+-]\d+)?)")
+FENCED = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# test_methods.py and test_recipes.py run the blocks of two pages.
 PAGES = [
     page
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    if BLOCK.search(page.read_text())
+    if BLOCK.search(page.read_text()) and page.stem not in ("methods", "recipes")
 ]
 QUICK_PAGES = {"README.md", "index.md", "quickstart.md"}
 
@@ -32,14 +37,29 @@ QUICK_PAGES = {"README.md", "index.md", "quickstart.md"}
     ids=lambda page: page.name,
 )
 def test_python_blocks_run(page, tmp_path, monkeypatch):
-    """In order and with shared names, as a reader would type them."""
+    """In order and with shared names; a text block is what the block above it prints."""
     monkeypatch.chdir(tmp_path)
     text = page.read_text().replace("range(100)", "range(2)")  # Not so many steps.
-    namespace = {"__name__": "__main__"}
-    for block in BLOCK.finditer(text):
-        above = text.count("\n", 0, block.start(1))
-        # Padded, so that a traceback shows the lines of the page.
-        exec(compile("\n" * above + block[1], page, "exec"), namespace)
+    namespace, printed = {"__name__": "__main__"}, None
+    for block in FENCED.finditer(text):
+        if block[1] == "text":
+            assert printed is None or same_but_for_rounding(block[2], printed), printed
+            printed = None
+            continue
+        above = text.count("\n", 0, block.start(2))
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            # Padded, so that a traceback shows the lines of the page.
+            exec(compile("\n" * above + block[2], page, "exec"), namespace)
+        printed = output.getvalue()
+
+
+def same_but_for_rounding(shown, printed):
+    """The same text, with decimal fractions that may be rounded otherwise."""
+    shown, printed = (FRACTION.split(text) for text in (shown, printed))
+    numbers = [float(x) for x in shown[1::2]]
+    return shown[::2] == printed[::2] and numbers == pytest.approx(
+        [float(x) for x in printed[1::2]], rel=0.05, abs=1e-5
+    )
 
 
 def test_every_program_of_the_gallery_has_a_page():

@@ -13,16 +13,11 @@ import pytest
 from flax import nnx
 from hypothesis import Phase, given, settings, strategies as st
 
-from orscale_jax import family, muon, orscale
-from tests.runs import VISION, assert_same_bits, readout
+from tests import everything
+from tests.runs import assert_same_bits, readout
 
 OPTIMIZERS = {
-    "orscale": functools.partial(orscale, 1e-2),
-    "vision": functools.partial(orscale, 1e-2, **VISION),
-    "muon": functools.partial(muon, 1e-2),
-    "largest": functools.partial(orscale, 1e-2, anchor="largest", anchor_steps=2),
-    "hyperball": functools.partial(family.hyperball, 1e-2),
-    "normuon": functools.partial(family.normuon, 1e-2),
+    name: functools.partial(make, 1e-2) for name, make in everything.OPTIMIZERS.items()
 }
 RATIOS = ("calibration", "raw_trust_ratio", "trust_ratio")
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from orscale_jax import describe, muon
+from tests import oracle
 from tests.test_docs import BLOCK, ROOT
 
 TEXT = (ROOT / "docs" / "recipes.md").read_text()
@@ -154,11 +155,8 @@ class Soap:
 
 
 def newton_schulz(x, norm=np.linalg.norm):
-    x = x / norm(x)
-    for _ in range(12):
-        a = x @ x.T
-        x = 2 * x + (-1.5 * a + 0.5 * a @ a) @ x
-    return x * max(1, x.shape[0] / x.shape[1]) ** 0.5
+    q = oracle.iterated(x / norm(x), [(2, -1.5, 0.5)] * 12)
+    return q * max(1, x.shape[0] / x.shape[1]) ** 0.5
 
 
 def brake(u, p):

@@ -1,7 +1,6 @@
 """Optimizers in other processes, copied, and hashed with all that they close over."""
 
 import copy
-import functools
 import re
 import subprocess
 import sys
@@ -16,19 +15,9 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from orscale_jax import (
-    by_path,
-    keep_master_weights,
-    muon,
-    orscale,
-    orthogonalize,
-    qk_clip,
-    scale_by_calibrated_trust_ratio,
-    scale_by_path,
-    scale_by_shape,
-    where_nonzero,
-)
-from tests.runs import NUMBERS, RELATIVES, assert_same_bits, mesh_of, placed, tree
+from orscale_jax import by_path, orscale, orthogonalize, scale_by_path
+from tests.everything import EXTRA, PUBLIC, STAGES, WRAPPERS
+from tests.runs import NUMBERS, assert_same_bits, mesh_of, placed, tree
 
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 4)
 
@@ -71,29 +60,7 @@ def expressions():
 
 
 KINDS = (arrays, trees, functions, expressions)
-OPTIMIZERS = {"orscale": orscale, "muon": muon, **RELATIVES}
 MATRICES = {name: NUMBERS[name] for name in ("w", "stack")}
-of_matrices = functools.partial(functools.partial, weight_dimension_numbers=MATRICES)
-
-
-def halved(params, factors):
-    return params | {"w": params["w"] * factors["a"].query[0]}
-
-
-STAGES = {
-    "orthogonalize": of_matrices(orthogonalize, ns_steps=jnp.array(4)),
-    "scale_by_shape": of_matrices(scale_by_shape, jnp.array(0.3)),
-    "ratio": of_matrices(scale_by_calibrated_trust_ratio, r_min=jnp.array(0.3)),
-    "first": of_matrices(where_nonzero, optax.add_decayed_weights(jnp.array(0.1))),
-    "by_path": lambda: scale_by_path({re.compile("w"): 2.0, "stack": jnp.ones(3)}),
-    "injected": lambda: optax.inject_hyperparams(orscale)(SCHEDULE, r_min=0.3),
-    "master_weights": lambda: keep_master_weights(orscale(SCHEDULE, **functions())),
-    "on a mesh": of_matrices(
-        lambda **kw: orthogonalize(mesh=mesh_of({"x": 2}), param_shardings=P(), **kw)
-    ),
-    "qk_clip": lambda: qk_clip(halved, threshold=jnp.array(10.0)),
-}
-EXTRA = {"qk_clip": {"max_logits": {"a": jnp.full(4, 100.0)}}}
 
 
 def assert_survives(optimizer, names=NUMBERS, mesh=None, **extra):
@@ -121,21 +88,36 @@ def assert_survives(optimizer, names=NUMBERS, mesh=None, **extra):
 
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", PUBLIC)
 def test_every_optimizer(name, kind):
     arguments = {"weight_dimension_numbers": NUMBERS} | kind()
-    optimizer = OPTIMIZERS[name](SCHEDULE, **arguments)
+    optimizer = PUBLIC[name](SCHEDULE, **arguments)
     assert_survives(optimizer, mesh=arguments.get("mesh"))
 
 
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", STAGES)
-def test_every_stage(name):
-    whole = name in ("master_weights",)
-    names = NUMBERS if whole else MATRICES
-    names = ("w", "b") if name == "injected" else names
-    mesh = mesh_of({"x": 2}) if name == "on a mesh" else None
-    assert_survives(STAGES[name](), names, mesh, **EXTRA.get(name, {}))
+def test_every_stage_with_arrays_for_numbers(name):
+    stage = STAGES[name](jnp.array, weight_dimension_numbers=MATRICES)
+    assert_survives(stage, MATRICES, **EXTRA.get(name, {}))
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_every_wrapper(name):
+    assert_survives(WRAPPERS[name](orscale(SCHEDULE, **functions()), jnp.array))
+
+
+@pytest.mark.extended
+def test_an_injected_optimizer_rules_of_paths_and_a_stage_on_a_mesh():
+    injected = optax.inject_hyperparams(orscale)(SCHEDULE, r_min=0.3)
+    assert_survives(injected, ("w", "b"))
+    assert_survives(scale_by_path({re.compile("w"): 2.0, "stack": jnp.ones(3)}))
+    mesh = mesh_of({"x": 2})
+    stage = orthogonalize(
+        mesh=mesh, param_shardings=P(), weight_dimension_numbers=MATRICES
+    )
+    assert_survives(stage, MATRICES, mesh)
 
 
 @pytest.mark.extended

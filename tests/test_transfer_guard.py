@@ -24,7 +24,8 @@ import orscale_jax.equinox
 import orscale_jax.flax
 import orscale_jax.haliax
 from orscale_jax import diagnostics, family, muon, orscale
-from tests.runs import RELATIVES
+from tests.everything import EXTRA, PUBLIC, STAGES, WRAPPERS
+from tests.runs import NUMBERS, tree
 from tests.test_docs import public_names
 
 PARAMS = {"a": (8, 16), "b": (16, 8), "bias": (8,)}
@@ -109,34 +110,17 @@ def test_dimension_numbers_of_models(library, request):
     dimension_numbers(*arguments)
 
 
-def of_matrices(name, *given):
-    """A stage that takes matrices alone."""
-    stage = getattr(orscale_jax, name)(*given)
-    return optax.masked(stage, {"a": True, "b": True, "bias": False})
-
-
 NUMBER, COUNT = jnp.float32(0.5), jnp.int32(2)
 STEPS = {
-    "orscale": lambda: orscale(1e-3),
+    **{name: functools.partial(make, 1e-3) for name, make in PUBLIC.items()},
     "schedule": lambda: orscale(optax.cosine_decay_schedule(1e-3, 10)),
-    "muon": lambda: muon(1e-3),
     "inject_hyperparams": lambda: optax.inject_hyperparams(orscale)(learning_rate=1e-3),
-    **{name: functools.partial(make, 1e-3) for name, make in RELATIVES.items()},
 }
-TRACED = {  # The steps are made of many of them.
-    **{
-        name: functools.partial(of_matrices, name)
-        for name in ("orthogonalize", "scale_by_calibrated_trust_ratio", "scale_by_shape")
-    },
-    "where_nonzero": lambda: of_matrices("where_nonzero", optax.identity()),
-    "numbers on the device": lambda: orscale(
-        1e-3, momentum=NUMBER, r_min=NUMBER, anchor="largest", anchor_steps=COUNT
-    ),
-    "keep_master_weights": lambda: orscale_jax.keep_master_weights(orscale(1e-3)),
-    "scale_by_path": lambda: optax.chain(
-        muon(1e-3), orscale_jax.scale_by_path({"a": 0.5, "b": NUMBER})
-    ),
-}
+
+
+def on_device(number):
+    """An array of its kind, which was made before the guard was there."""
+    return COUNT if isinstance(number, int) else NUMBER
 
 
 @pytest.mark.quick_first_case
@@ -148,14 +132,28 @@ def test_a_step(name, after_a_step, guard):
     assert jax.tree.map(jnp.shape, updates) == PARAMS
 
 
-def test_a_traced_step(after_a_step, guard, subtests):
-    now = after_a_step
-    for name, build in TRACED.items():
+def traced(optimizer, params, **extra):
+    state = jax.eval_shape(optimizer.init, params)
+    updates, _ = jax.eval_shape(optimizer.update, params, state, params, **extra)
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+
+
+def test_traced_steps_with_numbers_on_the_device(guard, subtests):
+    """Of stages, of which the steps above have many, and of wrappers."""
+    params = jax.eval_shape(lambda: tree(0))
+    matrices = {name: params[name] for name in ("w", "stack")}
+    numbers = {"weight_dimension_numbers": {name: NUMBERS[name] for name in matrices}}
+    for name, make in STAGES.items():
         with subtests.test(name):
-            optimizer = build()
-            state = jax.eval_shape(optimizer.init, now.params)
-            updates, _ = jax.eval_shape(optimizer.update, now.grads, state, now.params)
-            assert jax.tree.map(jnp.shape, updates) == PARAMS
+            traced(make(on_device, **numbers), matrices, **EXTRA.get(name, {}))
+    inner = orscale(
+        1e-3, momentum=NUMBER, r_min=NUMBER, anchor="largest", anchor_steps=COUNT,
+        weight_dimension_numbers=NUMBERS,
+    )  # fmt: skip
+    traced(inner, params)
+    for name, wrap in WRAPPERS.items():
+        with subtests.test(name):
+            traced(wrap(inner, on_device), params)
 
 
 def masters(params):
@@ -168,15 +166,16 @@ def masters(params):
 SHAPES = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in PARAMS.items()}
 EVERYWHERE = NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec())
 PLACED = {k: x.update(sharding=EVERYWHERE) for k, x in SHAPES.items()}
+QUERY_KEY = orscale_jax.QueryKey("a", "b")
+
+
+def behind(params):
+    state = orscale_jax.ema_nesterov(muon(1e-3), 0.5).init(params)
+    return orscale_jax.without_lookahead(state, params)
 
 
 def clip(params):
-    optimizer = orscale_jax.qk_clip(
-        lambda params, factors: {
-            "a": params["a"] * factors.query[None, :, None],
-            "b": params["b"] * factors.key[None, :, None],
-        }
-    )
+    optimizer = orscale_jax.qk_clip(QUERY_KEY)
     params = {k: jnp.reshape(params[k], (4, 2, 16)) for k in ("a", "b")}
     logits = jnp.array([200.0, 50.0])
     return optimizer.update(params, optimizer.init(params), params, max_logits=logits)
@@ -184,6 +183,7 @@ def clip(params):
 
 IN_JIT = {
     "master_weights": lambda now: masters(now.params),
+    "without_lookahead": lambda now: behind(now.params),
     "qk_clip": lambda now: clip(now.params),
     "polar_factor": lambda now: orscale_jax.polar_factor(now.params["a"]),
     "convert_state": lambda now: orscale_jax.convert_state(
@@ -200,7 +200,7 @@ ON_THE_HOST = {
     "by_path": lambda now: orscale_jax.by_path({"bias": "adamw"})(now.params),
     "state_shardings": lambda now: orscale_jax.state_shardings(OPTIMIZER, PLACED),
     "polar_express_coefficients": lambda now: orscale_jax.polar_express_coefficients(),
-    "layer_names": lambda now: diagnostics.layer_names(now.params),
+    "layer_classes": lambda now: diagnostics.layer_classes(now.params),
     "tabulate": lambda now: diagnostics.tabulate(now.reading),
     "find_problems": lambda now: diagnostics.find_problems(now.reading),
     "convert_state": lambda now: orscale_jax.convert_state(  # Of a job that goes on.
@@ -231,7 +231,7 @@ def test_what_a_loop_writes(after_a_step, tmp_path, guard):
 @pytest.mark.parametrize("module", ["", ".diagnostics", ".family"])
 def test_every_public_function_is_here(module):
     exempt = {"family", "assert_same_on"}  # The second is for tests, which copy arrays.
-    tested = exempt.union(STEPS, TRACED, IN_JIT, ON_THE_HOST)
+    tested = exempt.union(STEPS, STAGES, WRAPPERS, IN_JIT, ON_THE_HOST)
     names = {name.rsplit(".", 1)[-1] for name in public_names("orscale_jax" + module)}
     assert {name for name in names if name[0].islower()} <= tested
 

@@ -24,16 +24,12 @@ class Interval(NamedTuple):
         return "{:+.4f} [{:+.4f}, {:+.4f}]".format(*self)
 
 
-def interval_of(mean: float, variance: float, degrees: int) -> Interval:
-    """By Student's t, of an estimate with a variance and its degrees of freedom."""
-    half = float(stats.t.ppf(0.975, degrees)) * math.sqrt(variance)
-    return Interval(mean, mean - half, mean + half)
-
-
 def interval(values: Sequence[float] | np.ndarray) -> Interval:
-    """The mean of a sample of two values or more."""
-    variance = np.var(values, ddof=1) / len(values)
-    return interval_of(float(np.mean(values)), float(variance), len(values) - 1)
+    """The mean of a sample of two values or more, by Student's t."""
+    mean, count = float(np.mean(values)), len(values)
+    error = math.sqrt(np.var(values, ddof=1) / count)
+    half = float(stats.t.ppf(0.975, count - 1)) * error
+    return Interval(mean, mean - half, mean + half)
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> np.ndarray:

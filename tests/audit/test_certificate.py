@@ -17,7 +17,6 @@ from orscale_jax import (
     describe,
     keep_master_weights,
     muon,
-    orscale,
 )
 from orscale_jax.audit.certificate import certify
 from tests.audit import silent_faults
@@ -29,7 +28,8 @@ from tests.audit.silent_faults import (
     SPECS,
     newton_schulz,
 )
-from tests.runs import AUTO, EXPLICIT, RELATIVES, mesh_of
+from tests.everything import OPTIMIZERS
+from tests.runs import AUTO, EXPLICIT, mesh_of
 from tests.test_recipes import built, page, table  # noqa: F401  A fixture.
 
 
@@ -74,13 +74,15 @@ LAYOUTS = {
     "Auto": (AXES, (AUTO,)),
     "Explicit": ({"data": 4, "tensor": 2}, (EXPLICIT,)),
     "uneven": ({"data": 5}, (AUTO,)),
+    "mixed": (
+        {"stage": 2, "data": 2, "one": 1, "tensor": 2},
+        (EXPLICIT, AUTO, AUTO, EXPLICIT),
+    ),
 }
-SAME = {name: make(1e-2, weight_dimension_numbers=OF_HEADS) for name, make in {
-    "muon": muon,
-    "orscale": orscale,
-    "int8": functools.partial(orscale, mu_dtype="int8"),
-    **RELATIVES,
-}.items()}  # fmt: skip
+SAME = {
+    name: make(1e-2, weight_dimension_numbers=OF_HEADS)
+    for name, make in OPTIMIZERS.items()
+}
 SAME["a warm-up"] = optax.MultiSteps(
     muon(optax.linear_schedule(0.0, 1e-2, 3), weight_dimension_numbers=OF_HEADS), 2
 )
@@ -90,6 +92,8 @@ SAME["a warm-up"] = optax.MultiSteps(
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SAME)
 def test_no_false_alarm(name, layout):
+    if (name, layout) == ("a warm-up", "mixed"):
+        pytest.skip("optax.MultiSteps does not compile there, even around optax.sgd")
     axes, kinds = LAYOUTS[layout]
     params = {key: jnp.zeros(shape) for key, shape in HEADS.items()}
     certificate = assert_same_on(mesh_of(axes, *kinds), SAME[name], params)

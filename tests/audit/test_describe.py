@@ -1,12 +1,9 @@
 """The table of the parameters, against counts by hand."""
 
-import contextlib
 import dataclasses
 import functools
-import io
 import itertools
 import re
-from pathlib import Path
 
 import equinox as eqx
 import flax.linen as nn
@@ -31,6 +28,7 @@ from orscale_jax import (
     BlockDimensionNumbers as Blocks,
     by_path,
     describe,
+    family,
     muon,
     orscale,
     orthogonalize,
@@ -40,10 +38,8 @@ from orscale_jax.equinox import dimension_numbers as equinox_numbers
 from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
 from orscale_jax.haliax import dimension_numbers as haliax_numbers
 from orscale_jax.newton_schulz.platforms import PLATFORMS
-from tests import leaves
-from tests.runs import FAMILY
+from tests import everything, leaves
 
-DOCS = Path(__file__).parents[2] / "docs"
 NUMBERS = by_path(
     {
         "query": Dims(0, (1, 2)),
@@ -403,7 +399,7 @@ INJECTED = optax.inject_hyperparams(
         (orscale, {"consistent_rms": None}, 1.0),
         (muon, {"scale_mode": "unit_rms_norm"}, 2.0),
         (orscale, {"consistent_rms": 0.3}, 1.2),
-        (FAMILY["hyperball"], {}, None),  # Without s.
+        (family.hyperball, {}, None),  # Without s.
         (INJECTED, {}, None),  # It is known in the run.
     ],
 )
@@ -516,8 +512,8 @@ def test_options_count_where_the_number_of_steps_is_traced():
     assert nine == plan(optax.inject_hyperparams) == usual
 
 
-@pytest.mark.parametrize("name", FAMILY)
-def test_the_family(name):
+@pytest.mark.parametrize("name", everything.OPTIMIZERS)
+def test_of_every_optimizer(name):
     """Every array belongs to a row."""
     params = {"w": jnp.ones((2, 6)), "x": jnp.ones((2, 3, 4)), "qkv": jnp.ones((6, 9))}
     numbers = {
@@ -525,7 +521,7 @@ def test_the_family(name):
         "x": Dims(1, 2),
         "qkv": Blocks(1, 0, block_axis=1, blocks=(4, 5)),
     }
-    optimizer = FAMILY[name](0.1, weight_dimension_numbers=numbers)
+    optimizer = everything.OPTIMIZERS[name](0.1, weight_dimension_numbers=numbers)
     description = describe(params, optimizer)
     rows = sum(row.state_bytes for row in description.rows)
     assert rows + description.shared_bytes == size(optimizer.init(params))
@@ -581,7 +577,7 @@ def small():
 )
 def test_what_is_no_array_is_no_parameter(params, kind):
     """For any optimizer of this library, which names it and what to pass instead."""
-    for refused in (describe, orscale(0.1).init, FAMILY["hyperball"](0.1).init):
+    for refused in (describe, orscale(0.1).init, family.hyperball(0.1).init):
         with pytest.raises(ValueError, match=f"parameter .*{kind}: pass arrays.*eqx.fil"):
             refused(params)
     orscale(0.1).init(eqx.filter(params, eqx.is_inexact_array))  # The remedy.
@@ -674,28 +670,6 @@ def test_select():
     for wrong, message in (("(", "missing"), ("expert", "first are.*'bias'")):
         with pytest.raises(ValueError, match=rf"^expression='.*' is .*{message}"):
             small().select(wrong)
-
-
-@pytest.mark.quick_first_case
-@pytest.mark.parametrize(("name", "outputs"), [("memory.md", 2), ("parameters.md", 7)])
-def test_the_output_on_the_page(name, outputs):
-    """A text block is what the Python block above it prints."""
-    page = DOCS / name
-    blocks = re.findall(
-        r"^```(python|text)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
-    )
-    while blocks[-1][0] != "text":  # tests/test_docs.py runs them all.
-        blocks.pop()
-    namespace, printed = {"__name__": "__main__"}, ""
-    for language, text in blocks:
-        if language == "text":
-            assert text == printed
-            continue
-        output = io.StringIO()
-        with contextlib.redirect_stdout(output):
-            exec(compile(text, page, "exec"), namespace)
-        printed = output.getvalue()
-    assert [language for language, _ in blocks].count("text") == outputs
 
 
 PLACEMENT = [

@@ -13,11 +13,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
-from orscale_jax import muon, orscale, orthogonalize, polar_factor
+from orscale_jax import orscale, orthogonalize, polar_factor
+from tests.everything import PUBLIC
 from tests.runs import (
     AUTO,
     EXPLICIT,
-    RELATIVES,
     assert_close,
     mesh_of,
     placed,
@@ -81,12 +81,10 @@ def test_a_step_is_exported_saved_loaded_and_run(where, platforms, tmp_path):
         assert_close(jax.jit(loaded.call)(*leaves), expected())
 
 
-OTHERS = {
-    "muon": muon,
+OTHERS = PUBLIC | {
     "traced steps": functools.partial(
         optax.inject_hyperparams(orscale), param_shardings=SPECS
     ),
-    **RELATIVES,
 }
 
 

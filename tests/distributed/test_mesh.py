@@ -12,6 +12,8 @@ from optax.contrib import MuonDimensionNumbers as Dims
 from examples.benchmarks import hlo_cost
 from orscale_jax import (
     BlockDimensionNumbers,
+    describe,
+    family,
     muon,
     orscale,
     orthogonalize,
@@ -23,7 +25,6 @@ from tests.platforms import orthogonalize_as
 from tests.runs import (
     AUTO,
     EXPLICIT,
-    FAMILY,
     assert_close,
     equations,
     first_update,
@@ -185,39 +186,20 @@ def test_as_on_tpus_where_no_sharding_is_known(layout):
         assert kinds == {"all-reduce", "all-to-all"}
 
 
-ONE_COLUMN = BlockDimensionNumbers(0, 1, block_axis=0, blocks=(3, 5))
-# Specs of parameters, gradients and state: small arrays are not where the matrices are.
-APART = {
-    "state everywhere": (P("data"), P("data"), P()),
-    "gradients sharded": (P(), P("data"), P()),
-    "state sharded": (P(), P(), P("data")),
-    # The flags of blocks that have started have the leaf's shape, but no sharding.
-    "blocks of a single column": (P("data"), P("data"), P("data")),
-}
-
-
 @pytest.mark.extended
-@pytest.mark.parametrize("case", APART)
-def test_a_state_that_is_sharded_otherwise(case):
-    mesh = mesh_of({"data": 8}, EXPLICIT)
-    blocks = case == "blocks of a single column"
-    numbers = ONE_COLUMN if blocks else Dims(1, 2)
-    optimizer = orscale(0.02, weight_dimension_numbers=numbers)
-    weight, grad = (
-        rng_tree(seed)["up0"][:8, :1] if blocks else rng_tree(seed)["experts"]
-        for seed in (0, 1)
-    )
-    expected = optimizer.update(grad, optimizer.init(weight), weight)
-    params, grads, owned = (
-        jax.device_put(x, NamedSharding(mesh, spec))
-        for x, spec in zip((weight, grad, weight), APART[case], strict=True)
-    )
-    with jax.set_mesh(mesh):
-        where = state_shardings(optimizer, owned)
-        state = jax.jit(optimizer.init, out_shardings=where)(params)
-        found = jax.jit(optimizer.update)(grads, state, params)
-    assert_close(found, expected)
-    assert types_of(found) == types_of((params, state))
+def test_layers_in_one_array_are_spread_by_parts():
+    """Each of eight devices takes three of the twenty-four matrices, in two stacks."""
+    shapes, most = {"gate": (12, 8, 16), "up": (12, 8, 16)}, 2 * 4 * 8 * 16
+    numbers = numbers_of(shapes)
+    optimizer = orthogonalize(max_stack_bytes=most, weight_dimension_numbers=numbers)
+    grads = tree(0, shapes=shapes)
+    wanted, _ = optimizer.update(grads, optimizer.init(grads))
+    mesh = mesh_of({"data": 2, "fsdp": 4}, EXPLICIT)
+    grads = placed(grads, mesh, P(None, "fsdp"))
+    plan = describe(grads, optimizer).plan
+    assert [group.matrices_per_device for group in plan.groups] == [2, 1]
+    found, _ = jax.jit(optimizer.update)(grads, optimizer.init(grads))
+    assert_close(found, wanted)
 
 
 @pytest.mark.extended
@@ -462,7 +444,7 @@ def test_collectives(name, layout):
     if name == "aurora":
         again, again_bytes = cost_of(muon, layout, RECTANGULAR)
         flops, exchanged = flops + again.flops, exchanged + again_bytes["all-to-all"]
-    cost, found = cost_of(FAMILY[name], layout)
+    cost, found = cost_of(getattr(family, name), layout)
     assert cost.looped_bytes == 0 and cost.flops == flops
     assert set(found) == set(plain_bytes)
     assert found["all-to-all"] == exchanged

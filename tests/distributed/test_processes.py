@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from examples.benchmarks import hlo_cost
 from tests import processes
 from tests.processes import COMPARED, END, SAVED
+from tests.runs import assert_close
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -62,14 +63,6 @@ def on_one_device():
 
 def fetched(run):
     return jax.tree.map(np.array, processes.measured(run))
-
-
-def assert_close(found, expected):
-    assert found.keys() == expected.keys()
-    for name in found:
-        np.testing.assert_allclose(
-            found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name, strict=True
-        )
 
 
 def received_by_a_device(folder, layout):

@@ -11,7 +11,7 @@ from orscale_jax.newton_schulz.iteration import NewtonSchulz
 from orscale_jax.newton_schulz.platforms import PLATFORMS
 from tests import oracle
 from tests.platforms import on_a_gpu
-from tests.spectra import adversarial, with_spectrum
+from tests.spectra import adversarial, composed, with_spectrum
 
 FLOAT16, BFLOAT16, FLOAT32 = map(np.dtype, (jnp.float16, jnp.bfloat16, jnp.float32))
 LARGEST = float(jnp.finfo(jnp.float16).max)
@@ -32,11 +32,8 @@ def adversaries(m, n):
 
 
 def exact(x, preset="polar_express", steps=5):
-    """The polynomials in float64, on the singular values."""
-    u, sigma, vt = np.linalg.svd(x, full_matrices=False)
-    sigma = sigma / np.linalg.norm(sigma, axis=-1, keepdims=True)
-    sigma = oracle.compose(oracle.rows_of(PRESETS[preset], steps), sigma)
-    return u * sigma[..., None, :] @ vt
+    x = x / np.linalg.norm(x, axis=(-2, -1), keepdims=True)
+    return composed(x, oracle.rows_of(PRESETS[preset], steps))
 
 
 def distance(x, y):

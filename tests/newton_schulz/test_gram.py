@@ -20,7 +20,13 @@ from orscale_jax.newton_schulz.arithmetic import Arithmetic, Start
 from orscale_jax.newton_schulz.coefficients import PRESETS
 from orscale_jax.newton_schulz.iteration import NewtonSchulz, gram_newton_schulz
 from tests import oracle
-from tests.spectra import adversarial, hadamard_bases, random_bases, with_spectrum
+from tests.spectra import (
+    adversarial,
+    composed,
+    hadamard_bases,
+    random_bases,
+    with_spectrum,
+)
 
 TABLES = {
     **{name: np.asarray(rows) for name, rows in PRESETS.items()},
@@ -41,10 +47,6 @@ def rows_at(table, steps):
 
 def restart_steps(table, steps, unit):
     return restarts_.restart_steps(rows_at(table, steps), unit)
-
-
-def rows_of(name, steps):
-    return oracle.rows_of(TABLES[name], steps)
 
 
 def rounded(x, dtype):
@@ -79,10 +81,7 @@ def adversaries(m, n):
 
 
 def exact(x, name, steps):
-    """The composition in float64, on the singular values."""
-    u, sigma, vt = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)
-    sigma = oracle.compose(rows_of(name, steps), sigma)
-    return np.einsum("...ik,...k,...kj->...ij", u, sigma, vt)
+    return composed(x, oracle.rows_of(TABLES[name], steps))
 
 
 def distance(x, y):

@@ -18,7 +18,13 @@ from orscale_jax.newton_schulz.iteration import (
 from orscale_jax.newton_schulz.monic import monic_newton_schulz, monic_scales
 from tests import oracle
 from tests.platforms import on_a_gpu
-from tests.spectra import adversarial, hadamard_bases, random_bases, with_spectrum
+from tests.spectra import (
+    adversarial,
+    composed,
+    hadamard_bases,
+    random_bases,
+    with_spectrum,
+)
 
 FLOAT16 = np.dtype(np.float16)
 LARGEST = float(jnp.finfo(jnp.float16).max)
@@ -77,10 +83,7 @@ def of_float32_sums(x, dtype=FLOAT16):
 
 
 def exact(x, name="polar_express", steps=5):
-    """The polynomials in float64, on the singular values."""
-    u, sigma, vt = np.linalg.svd(x, full_matrices=False)
-    sigma = oracle.compose(oracle.rows_of(PRESETS[name], steps), sigma)
-    return u * sigma[..., None, :] @ vt
+    return composed(x, oracle.rows_of(PRESETS[name], steps))
 
 
 def adversaries(m, n, bases=(random_bases, hadamard_bases)):

@@ -33,10 +33,6 @@ def rows_of(coeffs, steps):
     return NewtonSchulz.of(steps, coeffs, None, "frobenius").rows
 
 
-def restart_steps(table, steps, unit):
-    return restarts_.restart_steps(rows_of(table, steps), unit)
-
-
 def aol(x, **arguments):
     return jax.jit(functools.partial(eager_aol, **arguments))(x)
 
@@ -51,13 +47,6 @@ def numpy_aol(x):
         if total > 0:
             scaled[i] = row / total**0.5
     return scaled
-
-
-def iterated(x, rows):
-    for a, b, c in rows:
-        gram = x @ x.T
-        x = a * x + b * gram @ x + c * gram @ gram @ x
-    return x
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -101,7 +90,7 @@ def test_equals_the_float64_iteration(shape, coeffs, tolerance):
     x = gaussian(shape, seed=1)
     rows = rows_of(coeffs, 4)
     matrices = x.reshape(-1, *shape[-2:])
-    expected = np.reshape([iterated(numpy_aol(m), rows) for m in matrices], shape)
+    expected = np.reshape([oracle.iterated(numpy_aol(m), rows) for m in matrices], shape)
     q = aol(jnp.asarray(x, jnp.float32), steps=4, coeffs=coeffs)
     assert q.shape == shape and q.dtype == jnp.float32
     np.testing.assert_allclose(q, expected, atol=tolerance)
@@ -110,7 +99,7 @@ def test_equals_the_float64_iteration(shape, coeffs, tolerance):
 @pytest.mark.extended
 def test_float64_is_float64(enable_x64):
     x = gaussian((16, 30))
-    expected = iterated(numpy_aol(x), TABLE)
+    expected = oracle.iterated(numpy_aol(x), TABLE)
     for scale in (1e-200, 1, 1e200):
         arguments = {"steps": 4, "coeffs": TABLE, "preconditioning": "aol"}
         q = polar_factor(jnp.asarray(scale * x), dtype=jnp.float64, **arguments)
@@ -195,9 +184,8 @@ def test_aol_needs_no_more_products_than_plain_steps(shape, dtype):
         return hlo_cost.of(jax.jit(fn).lower(x).compile().as_text()).flops
 
     for steps in (1, 4):
-        restarts = restart_steps(
-            "polar_express", steps, Arithmetic(jnp.dtype(dtype)).unit
-        )
+        unit = Arithmetic(jnp.dtype(dtype)).unit
+        restarts = restarts_.restart_steps(rows_of("polar_express", steps), unit)
         segments = len(restarts) if restarts_.is_cheaper(*shape) else steps - 1
         expected = restarts_.flops(*shape, steps, segments)
         assert products("frobenius", steps) == products("aol", steps) == expected

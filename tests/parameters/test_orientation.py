@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import BlockDimensionNumbers as Blocks, muon, orscale
+from orscale_jax import BlockDimensionNumbers as Blocks, muon
+from tests.everything import OPTIMIZERS
 from tests.leaves import relative_error
-from tests.runs import FAMILY, first_update, tree
+from tests.runs import first_update, tree
 
-OPTIMIZERS = {"orscale": orscale, "muon": muon, **FAMILY}
 # They normalize neurons.
 ON_SIDES = {"normuon", "orscale_on_normuon"}
 # PyTorch's shape and numbers, the axes in the order of JAX's, and numbers there.

@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import muon, orscale, state_shardings
-from tests.runs import AUTO, EXPLICIT, FAMILY, mesh_of, numbers_of
+from orscale_jax import orscale, state_shardings
+from tests import everything
+from tests.runs import AUTO, EXPLICIT, mesh_of, numbers_of
 
 SPECS = {
     "w": P("a", "b"), "stack": P("a", None, "b"), "middle": P(None, ("a", "b"), None),
@@ -29,10 +30,7 @@ BATCHES = {"w": P(), "stack": P("a"), "middle": P(("a", "b")), "whole": P()}
 NEURONS = {"w": P("b"), "stack": P("a", "b"), "middle": P(("a", "b")), "whole": P()}
 build = functools.partial(orscale, 1e-2, weight_dimension_numbers=NUMBERS)
 OPTIMIZERS = {
-    "orscale": build(),
-    "muon": muon(1e-2, weight_dimension_numbers=NUMBERS),
     "bfloat16 momentum": build(mu_dtype=jnp.bfloat16),
-    "8-bit momentum": build(mu_dtype="int8"),
     "adamw": optax.adamw(1e-2),
     "injected": optax.inject_hyperparams(orscale)(
         learning_rate=optax.linear_schedule(1e-2, 0.0, 9),
@@ -44,7 +42,7 @@ OPTIMIZERS = {
     ),
 } | {
     name: factory(1e-2, weight_dimension_numbers=NUMBERS)
-    for name, factory in FAMILY.items()
+    for name, factory in everything.OPTIMIZERS.items()
 }
 
 

@@ -30,8 +30,8 @@ from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.transforms.momentum import momentum_stage
 from orscale_jax.trees.boxes import unbox
 from tests import leaves
+from tests.everything import OPTIMIZERS
 from tests.runs import (
-    FAMILY,
     NUMBERS,
     assert_same_bits,
     numbers_of,
@@ -229,9 +229,6 @@ def test_zeros_stay_zeros_and_nan_stays_nan():
         updates, state = optimizer.update(params, state)
         assert np.isnan(updates["w"][32:64, 1]).all()
         assert np.isnan(updates["w"]).sum() == 32
-
-
-OPTIMIZERS = {"orscale": orscale, "muon": muon} | FAMILY
 
 
 @pytest.mark.extended

@@ -27,10 +27,10 @@ def matrices_only(tree):
     return {name: tree[name] for name in leaves.KINDS}
 
 
-def test_orthogonalize_treats_each_matrix_separately():
+def test_orthogonalize_treats_each_matrix_separately(jit):
     tree, numbers = leaves.some("wide", "convolution", "experts", "middle", "fused_rows")
     grads, stage = tree(0), orthogonalize(weight_dimension_numbers=numbers)
-    updates, _ = jax.jit(stage.update)(grads, stage.init(grads))
+    updates, _ = jit(stage.update)(grads, stage.init(grads))
     for name in updates:
         pairs = (leaves.matrices(name, tree[name]) for tree in (updates, grads))
         for found, gradient in zip(*pairs, strict=True):
@@ -128,12 +128,12 @@ SCALES = {
 
 
 @pytest.mark.parametrize("mode", SCALES)
-def test_scale_by_shape(mode):
+def test_scale_by_shape(mode, jit):
     """By the inputs and outputs that the dimension numbers tell, of blocks, too."""
     grads = matrices_only(leaves.random_tree(0))
     numbers = matrices_only(leaves.DIMENSIONS)
     stage = scale_by_shape(scale_mode=mode, weight_dimension_numbers=numbers)
-    updates, _ = jax.jit(stage.update)(grads, stage.init(grads))
+    updates, _ = jit(stage.update)(grads, stage.init(grads))
     for name in updates:
         pairs = (leaves.matrices(name, tree[name]) for tree in (updates, grads))
         for found, gradient in zip(*pairs, strict=True):
@@ -167,11 +167,15 @@ def test_where_nonzero_counts_every_step():
 
 
 class TestCalibratedTrustRatio:
+    @pytest.fixture(autouse=True)
+    def with_and_without_jit(self, jit):
+        self.jit = jit
+
     def run(self, directions, weights, **arguments):
         stage = scale_by_calibrated_trust_ratio(**arguments)
-        state, seen = stage.init(weights[0]), []
+        update, state, seen = self.jit(stage.update), stage.init(weights[0]), []
         for direction, weight in zip(directions, weights, strict=True):
-            updates, state = stage.update(direction, state, weight)
+            updates, state = update(direction, state, weight)
             seen.append((updates, state))
         return seen
 
