@@ -166,16 +166,15 @@ def masters(params):
 SHAPES = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in PARAMS.items()}
 EVERYWHERE = NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec())
 PLACED = {k: x.update(sharding=EVERYWHERE) for k, x in SHAPES.items()}
-QUERY_KEY = orscale_jax.QueryKey("a", "b")
-
-
-def behind(params):
-    state = orscale_jax.ema_nesterov(muon(1e-3), 0.5).init(params)
-    return orscale_jax.without_lookahead(state, params)
 
 
 def clip(params):
-    optimizer = orscale_jax.qk_clip(QUERY_KEY)
+    optimizer = orscale_jax.qk_clip(
+        lambda params, factors: {
+            "a": params["a"] * factors.query[None, :, None],
+            "b": params["b"] * factors.key[None, :, None],
+        }
+    )
     params = {k: jnp.reshape(params[k], (4, 2, 16)) for k in ("a", "b")}
     logits = jnp.array([200.0, 50.0])
     return optimizer.update(params, optimizer.init(params), params, max_logits=logits)
@@ -183,7 +182,6 @@ def clip(params):
 
 IN_JIT = {
     "master_weights": lambda now: masters(now.params),
-    "without_lookahead": lambda now: behind(now.params),
     "qk_clip": lambda now: clip(now.params),
     "polar_factor": lambda now: orscale_jax.polar_factor(now.params["a"]),
     "convert_state": lambda now: orscale_jax.convert_state(
@@ -200,7 +198,7 @@ ON_THE_HOST = {
     "by_path": lambda now: orscale_jax.by_path({"bias": "adamw"})(now.params),
     "state_shardings": lambda now: orscale_jax.state_shardings(OPTIMIZER, PLACED),
     "polar_express_coefficients": lambda now: orscale_jax.polar_express_coefficients(),
-    "layer_classes": lambda now: diagnostics.layer_classes(now.params),
+    "layer_names": lambda now: diagnostics.layer_names(now.params),
     "tabulate": lambda now: diagnostics.tabulate(now.reading),
     "find_problems": lambda now: diagnostics.find_problems(now.reading),
     "convert_state": lambda now: orscale_jax.convert_state(  # Of a job that goes on.
