@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
 .PHONY: help test test-examples test-extended test-all test-optimized test-oldest clients test-gpu coverage covered mutants lint format docs linkcheck bench bench-gpu bench-tpu demo \
-	demo-moe demo-vision study dist release clean
+	demo-moe demo-vision study track0 dist release clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -148,6 +148,9 @@ demo-moe: $(VENV)/.has-examples ## The same with a small mixture of experts.
 
 demo-vision: $(VENV)/.has-examples ## The same with a small DavidNet on drawings.
 	$(RUN) examples.pretrain --recipe demo-vision $(ARGS)
+
+track0: $(VENV)/.has-examples ## Try the leaderboard of optimizers: one text, 300 steps.
+	$(RUN) examples.track0 orscale_jax.family:normuon --smoke $(ARGS)
 
 study: $(VENV)/.has-examples ## Repeat a part of the study on a dense model and a mixture, and compare.
 	$(RUN) examples.study.repeat $(ARGS)

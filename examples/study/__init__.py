@@ -6,7 +6,6 @@ curves         how early Muon passes AdamW's final loss, from the validation cur
 statistics     paired differences with intervals; Holm's correction
 repeat         trains a part of the second study again
 workloads      its models, their data and how long they are trained
-prose          English text to train on
 tuning         decoders of code, tuned on prose
 tuned          what the rows of these runs say
 =============  ==========================================================================

@@ -33,9 +33,9 @@ from examples.pretrain.task import Data
 from examples.pretrain.tasks import make_task, read_data
 from examples.pretrain.train import evaluation
 from examples.study.contrasts import REFERENCE, SEEDS, confirmed, losses_of
-from examples.study.prose import FOLDER, write_prose
 from examples.study.statistics import interval, markdown, paired
 from examples.study.workloads import Workload, find_workload
+from examples.track0.prose import FOLDER, write_prose
 
 
 @dataclasses.dataclass(frozen=True)

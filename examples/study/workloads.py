@@ -6,7 +6,7 @@ from typing import Any
 from examples.pretrain.config import Config
 from examples.pretrain.errors import UsageError
 from examples.pretrain.recipes import DEMOS
-from examples.study.prose import FOLDER
+from examples.track0.prose import FOLDER
 
 # Of the 16B run: the standard deviation 0.006 of its initial weights over 2048^-1/2.
 SMALL_SCALE = 0.27

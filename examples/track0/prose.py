@@ -1,6 +1,6 @@
 """English prose: the American Standard Version of 1901, which is in the public domain.
 
-    python -m examples.study.prose
+    python -m examples.track0.prose
 
 writes it to files that a decoder trains on, with
 ``python -m examples.pretrain --data runs/prose``. It comes with the package

@@ -1,0 +1,113 @@
+"""Which optimizer is better? A row of the leaderboard, on the cores of this machine.
+
+    python -m examples.track0 MODULE:FACTORY [--name NAME]   # a row: within an hour
+    python -m examples.track0                                # the table of all rows
+
+A row that was killed continues where it was.
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+
+from examples.pretrain.errors import UsageError
+from examples.track0.factories import check, find_factory
+from examples.track0.losses import Losses, facts_of
+from examples.track0.prose import write_prose
+from examples.track0.row import (
+    GUESS,
+    SEARCH_SEEDS,
+    Cell,
+    fresh_seeds,
+    lookup,
+    make_row,
+)
+from examples.track0.runs import Rates, Run
+from examples.track0.table import STORED, Entry, markdown, stored_entries
+from examples.track0.workers import Workers
+from examples.track0.workloads import WORKLOADS, shortened
+
+REFERENCE = "orscale_jax:muon"
+NEAR = 0.001  # Nats: a stored loss of the reference that is as near stands for ours.
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser("python -m examples.track0", description=__doc__)
+    parser.add_argument("entry", nargs="?", metavar="MODULE:FACTORY")
+    parser.add_argument("--name", help="of the row; without it, FACTORY")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/track0"))
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    around = "rates of the matrices and of the rest, to search around"
+    parser.add_argument(
+        "--guess", type=float, nargs=2, default=GUESS, metavar="RATE", help=around
+    )
+    smoke = "one text, 300 steps, four seeds: minutes, and no verdict"
+    parser.add_argument("--smoke", action="store_true", help=smoke)
+    given = parser.parse_args(arguments)
+    if given.entry is None:
+        print(markdown(stored_entries()))
+        return
+    name = given.name or given.entry.rpartition(":")[2]
+    check(find_factory(given.entry), given.entry)
+    workloads, folder = WORKLOADS, given.out
+    seeds: Sequence[int] = SEARCH_SEEDS
+    if given.smoke:
+        workloads = {"code": shortened(WORKLOADS["code"], 300, 4)}
+        folder, seeds = folder / "smoke", seeds[:1]
+    else:
+        write_prose()
+
+    def row(entry: str, path: pathlib.Path, guess: Rates) -> Mapping[str, Cell]:
+        losses = Losses(path, facts_of(entry, find_factory(entry)))
+        # A search takes some seven points.
+        expected = sum(7 * len(seeds) + w.seeds for w in workloads.values())
+        given_to = (entry, workloads, losses, expected, given.processes)
+        with Workers(*given_to, print) as runs:
+            return make_row(workloads, runs, guess, seeds)
+
+    ours = row(given.entry, folder / f"{name}.csv", Rates(*given.guess))
+    path = STORED / "muon.csv"
+    if given.smoke or not path.exists():
+        theirs = row(REFERENCE, folder / "reference.csv", GUESS)
+    else:
+        theirs = reference_here(path, folder / "reference.csv", given.processes)
+    others = {} if given.smoke else stored_entries()
+    entries = {"muon": Entry(REFERENCE, theirs)} | others
+    print(markdown(entries | {name: Entry(given.entry, ours)}))
+
+
+def reference_here(
+    stored: pathlib.Path, here: pathlib.Path, processes: int
+) -> Mapping[str, Cell]:
+    """The stored row of the reference, if this machine gives the same losses.
+
+    Two seeds of each workload are run again. Where one of them differs by more than
+    `NEAR`, all seeds are.
+    """
+    known = make_row(WORKLOADS, lookup(Losses(stored)))
+    losses = Losses(here, facts_of(REFERENCE, find_factory(REFERENCE)))
+    found = {}
+    expected = 2 * len(known)
+    with Workers(REFERENCE, WORKLOADS, losses, expected, processes, print) as runs:
+        for name, cell in known.items():
+            seeds = fresh_seeds(WORKLOADS[name])
+            [first] = runs(name, [cell.rates], seeds[:2])
+            pairs = zip(first, cell.runs, strict=False)
+            if any(abs(run.loss - other.loss) > NEAR for run, other in pairs):
+                [all_here] = runs(name, [cell.rates], seeds)
+                found[name] = Cell(cell.rates, all_here)
+            else:
+                timed = [
+                    Run(run.losses, min(r.seconds for r in first)) for run in cell.runs
+                ]
+                found[name] = Cell(cell.rates, timed)
+    return found
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UsageError as error:
+        sys.exit(f"error: {error}")

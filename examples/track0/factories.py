@@ -1,0 +1,141 @@
+"""A user's factory, called with rates and axes, and a sentence on what is wrong with it.
+
+A factory takes the keyword arguments `learning_rate`, `other_learning_rate` and
+`weight_dimension_numbers`, or some of them, and gives an optimizer. Both rates are
+schedules. A factory without `other_learning_rate` trains the matrices alone if it takes
+their dimension numbers, and AdamW trains all other parameters. If it takes neither, it is
+applied twice, to the matrices and to all other parameters: a single rate for both costs
+AdamW 0.05 to 0.12 nats.
+"""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from examples.pretrain.errors import UsageError
+
+PyTree = Any
+Factory = Callable[..., optax.GradientTransformation]
+# Of the parameters: dimension numbers of a matrix, None for AdamW's parameters.
+Numbers = Callable[[PyTree], PyTree]
+
+_ASKED = "(learning_rate, other_learning_rate, weight_dimension_numbers)"
+
+
+def of_matrices(
+    matrices: Callable[[PyTree], optax.GradientTransformation],
+    others: optax.GradientTransformation,
+    weight_dimension_numbers: Numbers,
+) -> optax.GradientTransformation:
+    """One optimizer for the matrices and another one for all other parameters.
+
+    Args:
+      matrices: The optimizer of the matrices, as a function of their dimension numbers.
+        The tree of these numbers has `optax.MaskedNode()` in place of other parameters.
+      others: The optimizer of all other parameters.
+      weight_dimension_numbers: As Track 0 passes it to a factory.
+    """
+
+    def build(params: PyTree) -> optax.GradientTransformation:
+        numbers = weight_dimension_numbers(params)
+
+        def over(fn: Callable[[Any], Any]) -> PyTree:
+            return jax.tree.map(lambda _, n: fn(n), params, numbers)
+
+        masked = over(lambda n: optax.MaskedNode() if n is None else n)
+        labels = over(lambda n: "others" if n is None else "matrices")
+        return optax.partition({"matrices": matrices(masked), "others": others}, labels)
+
+    return optax.GradientTransformation(
+        lambda params: build(params).init(params),
+        lambda updates, state, params: build(params).update(updates, state, params),
+    )
+
+
+def find_factory(name: str) -> Factory:
+    """The factory of `MODULE:FACTORY`; modules of the working directory count.
+
+    Raises:
+      UsageError: If there is none.
+    """
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise UsageError(f"{name}: write MODULE:FACTORY, such as my_optimizers:sophia.")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{name} cannot be imported: {error}.") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    if not callable(found):
+        raise UsageError(f"{name} is no function, but {found!r}.")
+    return found
+
+
+def build(
+    factory: Factory, rate: optax.Schedule, other: optax.Schedule, numbers: Numbers
+) -> optax.GradientTransformation:
+    """The optimizer of a factory at two rates."""
+    takes = inspect.signature(factory).parameters
+    axes = "weight_dimension_numbers" in takes
+    if "other_learning_rate" in takes:
+        given = {"weight_dimension_numbers": numbers} if axes else {}
+        return factory(learning_rate=rate, other_learning_rate=other, **given)
+    if axes:
+        adamw = optax.adamw(other, b1=0.9, b2=0.95, weight_decay=0.1)
+
+        def matrices(masked: PyTree) -> optax.GradientTransformation:
+            return factory(learning_rate=rate, weight_dimension_numbers=masked)
+
+        return of_matrices(matrices, adamw, numbers)
+    apart = factory(learning_rate=rate), factory(learning_rate=other)
+    return of_matrices(lambda _: apart[0], apart[1], numbers)
+
+
+def check(factory: Factory, name: str) -> None:
+    """Takes two steps on a small tree.
+
+    Raises:
+      UsageError: If the factory or its optimizer fails, or does not move what it should.
+    """
+    params = {"matrix": jnp.ones((4, 6)), "bias": jnp.ones(6)}
+    grads = jax.tree.map(lambda x: jnp.linspace(-1, 1, x.size).reshape(x.shape), params)
+    numbers = {"matrix": optax.contrib.MuonDimensionNumbers(0, 1), "bias": None}
+
+    def moved(rate: float, other: float) -> dict[str, np.ndarray]:
+        schedules = (lambda step: rate * 0.5**step, lambda step: other * 0.5**step)
+        optimizer = build(factory, *schedules, lambda _: numbers)
+        now, state = params, optimizer.init(params)
+        for _ in range(2):
+            updates, state = optimizer.update(grads, state, now)
+            now = optax.apply_updates(now, updates)
+        return {key: np.asarray(now[key] - params[key]) for key in params}
+
+    try:
+        slow, *fast = moved(1e-3, 1e-3), moved(2e-3, 1e-3), moved(1e-3, 2e-3)
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+        raise UsageError(
+            f"{name} fails on a matrix of 4×6 and a bias of 6: {words}\n"
+            f"A factory takes keyword arguments of {_ASKED} and gives an optimizer of "
+            "Optax. Rates are schedules, which are functions of the step count: pass "
+            "them to a stage that takes schedules, such as optax.scale_by_learning_rate. "
+            "update is called with updates, state and params."
+        ) from error
+    wanted = ("learning_rate", "other_learning_rate")
+    for key, rate, changed in zip(slow, wanted, fast, strict=True):
+        if not np.isfinite(slow[key]).all():
+            raise UsageError(f"{name}: the {key} is not finite after two steps.")
+        if not slow[key].any():
+            raise UsageError(f"{name} does not move the {key}.")
+        if np.array_equal(slow[key], changed[key]):
+            raise UsageError(f"{name} does not use {rate} for the {key}.")

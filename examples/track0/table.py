@@ -1,0 +1,157 @@
+"""Intervals, verdicts, and the table of all rows."""
+
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from examples.track0.factories import find_factory
+from examples.track0.losses import Losses
+from examples.track0.row import Cell, lookup, make_row
+from examples.track0.runs import Program
+from examples.track0.search import REGRET
+from examples.track0.workloads import TEXTS, WORKLOADS
+
+STORED = pathlib.Path(__file__).parents[2] / "docs" / "data" / "track0"
+
+SMALLEST = 0.005  # Nats: a smaller difference is called level.
+
+
+class Entry(NamedTuple):
+    """A row: its MODULE:FACTORY, and what it did on each workload."""
+
+    factory: str
+    cells: Mapping[str, Cell]
+
+    @property
+    def bytes_of_state(self) -> int:
+        """Of the optimizer on the first workload."""
+        return Program(WORKLOADS["code"], find_factory(self.factory)).bytes_of_state
+
+
+class Difference(NamedTuple):
+    """A mean over seeds, in nats, with its standard error and degrees of freedom."""
+
+    mean: float
+    error: float
+    degrees: int
+
+    def interval(self, level: float = 0.95) -> tuple[float, float]:
+        half = float(stats.t.ppf((1 + level) / 2, self.degrees)) * self.error
+        return self.mean - half, self.mean + half
+
+    @property
+    def p_value(self) -> float:
+        """Of the hypothesis that there is no difference, on both sides."""
+        return 2 * float(stats.t.sf(abs(self.mean) / self.error, self.degrees))
+
+    def __str__(self) -> str:
+        return "{:+.4f} [{:+.4f}, {:+.4f}]".format(self.mean, *self.interval())
+
+
+def difference(ours: np.ndarray, theirs: np.ndarray) -> Difference:
+    """Of final losses of shape (workloads, seeds), paired by seed.
+
+    The error counts the seeds, and that a search by few seeds does not find the best
+    rates, neither ours nor theirs.
+    """
+    by_seed = np.mean(ours - theirs, axis=0)
+    of_seeds = np.var(by_seed, ddof=1) / by_seed.size
+    of_searches = 2 * REGRET**2 / len(ours)
+    error = math.sqrt(of_seeds + of_searches)
+    return Difference(float(by_seed.mean()), error, by_seed.size - 1)
+
+
+def verdicts(
+    means: Mapping[str, Difference], columns: Mapping[str, Sequence[float]]
+) -> dict[str, str]:
+    """ "better", "worse" or "level" for each entry, corrected by Holm over all of them.
+
+    A verdict needs a corrected interval that excludes 0, a sign that three of four texts
+    share, and a mean difference of more than 0.005 nats.
+
+    Args:
+      means: The mean differences from `muon` by entry.
+      columns: The same on each text.
+    """
+    found, rejecting = {}, True
+    ordered = sorted(means, key=lambda name: means[name].p_value)
+    for rank, name in enumerate(ordered):
+        mean = means[name].mean
+        rejecting &= means[name].p_value * (len(ordered) - rank) < 0.05
+        agree = sum(np.sign(x) == np.sign(mean) for x in columns[name])
+        resolved = rejecting and agree >= 3 and abs(mean) > SMALLEST
+        found[name] = ("better" if mean < 0 else "worse") if resolved else "level"
+    return {name: found[name] for name in means}
+
+
+def share_of_steps(curve: np.ndarray, loss: float) -> float:
+    """Where a curve first reaches a loss, in parts of the steps; NaN if it does not.
+
+    The curve has the losses after equal parts of the steps, between which it is linear.
+    """
+    reached = np.flatnonzero(curve <= loss)
+    if reached.size == 0:
+        return math.nan
+    index = int(reached[0])
+    if index == 0:
+        return 1 / curve.size
+    before, after = curve[index - 1], curve[index]
+    return float(index + (before - loss) / (before - after)) / curve.size
+
+
+def stored_entries() -> dict[str, Entry]:
+    """The rows of the repository, by name."""
+    entries = {}
+    for path in sorted(STORED.glob("*.csv")):
+        losses = Losses(path)
+        entries[path.stem] = Entry(losses.entry, make_row(WORKLOADS, lookup(losses)))
+    return entries
+
+
+def markdown(entries: Mapping[str, Entry]) -> str:
+    """The table, the lowest mean first, of differences from the entry `muon`."""
+    reference = entries["muon"].cells
+    texts = [name for name in reference if name in TEXTS]
+
+    def minus_muon(name: str, *workloads: str) -> Difference:
+        both = (entries[name].cells, reference)
+        return difference(*(np.array([c[w].finals for w in workloads]) for c in both))
+
+    others = [name for name in entries if name != "muon"]
+    means = {name: minus_muon(name, *texts) for name in others}
+    columns = {name: [minus_muon(name, t).mean for t in texts] for name in others}
+    decided = verdicts(means, columns) if len(texts) == len(TEXTS) else {}
+
+    def line(name: str) -> list[str]:
+        cells, goal = entries[name].cells, entries.get("adamw")
+        if name == "muon":
+            found = ["0", "reference", *("0" for _ in reference)]
+        else:
+            found = [str(means[name]), decided.get(name, "none")]
+            found += [f"{value:+.4f}" for value in columns[name]]
+            found += [str(minus_muon(name, w)) for w in reference if w not in texts]
+        times = [np.divide(cells[w].rates, reference[w].rates) for w in texts]
+        shares = [
+            share_of_steps(cells[w].curve, goal.cells[w].curve[-1]) if goal else math.nan
+            for w in texts
+        ]
+        seconds = cells[texts[0]].seconds / reference[texts[0]].seconds
+        return [
+            f"`{name}`",
+            *found,
+            ", ".join(f"{x:.2g} and {y:.2g}" for x, y in times),
+            f"{100 * np.mean(shares):.0f}",
+            f"{entries[name].bytes_of_state:,}",
+            f"{seconds:.2f}",
+        ]
+
+    order = sorted(entries, key=lambda n: means[n].mean if n in means else 0.0)
+    heading = ["entry", "texts", "verdict", *reference, "rates, multiples of muon's"]
+    heading += ["steps to AdamW's loss, %", "state, bytes", "CPU time of a step"]
+    rule = ["---"] + ["--:"] * (len(heading) - 1)
+    rows = [heading, rule, *map(line, order)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
