@@ -70,10 +70,8 @@ class Checks:
         """Collect it from leaves, axes of matrices and reasons for rules."""
         self.shapes = {path: np.shape(leaf) for path, leaf in leaf_of.items()}
         by_name = kinds(leaf_of)
-        self.axes, self.kinds = (
-            axes_of,
-            {path: by_name[names_on(path)] for path in leaf_of},
-        )
+        self.axes = axes_of
+        self.kinds = {path: by_name[names_on(path)] for path in leaf_of}
         # Modules by their keys in words, and the paths of all parameters below each.
         self.modules = {path: _module(path) for path in leaf_of}
         self.below: dict[Path, list[Any]] = collections.defaultdict(list)
