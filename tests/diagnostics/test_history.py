@@ -125,7 +125,7 @@ def limit():
 
 
 def test_after_an_append_that_failed_a_run_goes_on(tmp_path, limit, monkeypatch):
-    """No room for a part of the rows; and, with all of them there, an error of the disk."""
+    """No room for some of the rows; an error of the disk once all are written."""
     whole = written(tmp_path / "whole.csv").path.read_bytes()
     history = written(tmp_path / "history.csv", (1,))
     before = history.path.read_bytes()
@@ -136,9 +136,10 @@ def test_after_an_append_that_failed_a_run_goes_on(tmp_path, limit, monkeypatch)
     assert history.path.read_bytes() == before and history.last_step == 1
     history.append(2, reading(2), loss=1 / 2)
     before = history.path.read_bytes()
-    with monkeypatch.context() as failing, pytest.raises(KeyError):
-        failing.setattr(os, "fsync", {}.__getitem__)
+    monkeypatch.setattr(os, "fsync", {}.__getitem__)
+    with pytest.raises(KeyError):
         history.append(3, reading(3), loss=1 / 3)
+    monkeypatch.undo()
     assert history.path.read_bytes() == before and history.last_step == 2
     history.append(3, reading(3), loss=1 / 3)
     assert history.path.read_bytes() == whole

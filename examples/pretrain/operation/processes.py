@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+from rich.console import Console
 
 from examples.pretrain.errors import AGAIN, RunError, UsageError
 
@@ -97,8 +98,25 @@ def is_first() -> bool:
 
 def others_are_gone(error: BaseException) -> bool:
     """Whether an error may come from a process that has ended."""
-    several = jax.process_count() > 1
-    return several and isinstance(error, jax.errors.JaxRuntimeError)
+    of_jax = isinstance(error, jax.errors.JaxRuntimeError)
+    return jax.process_count() > 1 and (of_jax or "Gloo" in str(error))
+
+
+class Output(Console):
+    """Prints what it is given, names with brackets too, for as long as somebody reads."""
+
+    def __init__(self, **options: Any):
+        as_it_is: dict[str, Any] = dict.fromkeys(("markup", "emoji", "highlight"), False)
+        super().__init__(soft_wrap=True, **as_it_is, **options)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """The same, but for a closed pipe or a full disk, which must not end a run."""
+        try:
+            super().print(*objects, **options)
+        except (OSError, SystemExit):  # rich ends the program at a closed pipe.
+            self.quiet = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _say("The output cannot be written any more. The run goes on without it.\n")
 
 
 class Stopped(Exception):
@@ -110,10 +128,11 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Notes the first SIGINT (Ctrl-C) or SIGTERM, and says so; a second one acts as ever.
+    """Notes the first signal that asks to stop, and says so; a second one acts as ever.
 
-    The run then stops between two steps. Of several processes, JAX tells all when one
-    gets a SIGTERM, as a preempted machine does, and they stop at the same step.
+    These are SIGINT (Ctrl-C), SIGHUP (a closed terminal) and SIGTERM. The run then stops
+    between two steps. Of several processes, JAX tells all when one gets a SIGTERM, as a
+    preempted machine does, and they stop at the same step.
     """
 
     def __init__(self) -> None:
@@ -121,7 +140,11 @@ class StopSignal:
         self._alone = jax.process_count() == 1
 
     def __enter__(self) -> "StopSignal":
-        signums = (signal.SIGINT, signal.SIGTERM) if self._alone else ()
+        signums = [signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # As with nohup.
+            signums.append(signal.SIGHUP)
+        if self._alone:
+            signums.append(signal.SIGTERM)
         self._previous = {signum: signal.signal(signum, self._note) for signum in signums}
         return self
 
@@ -146,19 +169,25 @@ class StopSignal:
             raise Stopped(message, self._signum)
 
     def _note(self, signum: int, _: FrameType | None) -> None:
-        self._signum = signum
+        for each in self._previous:
+            signal.signal(each, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        said = (
+        _say(
             f"\n{signal.Signals(signum).name} received: the run stops with a checkpoint "
             "as soon as the current step, and its measurement or validation, is "
             "complete. A second signal ends it at once; the last checkpoint then is an "
             "earlier one.\n"
         )
-        # The signal may have interrupted another print. A closed terminal is no reason
-        # not to save.
-        with contextlib.suppress(OSError):
-            os.write(2, said.encode())
+        if self._alone:
+            self._signum = signum
+        else:
+            signal.raise_signal(signal.SIGTERM)  # JAX tells the others.
+
+
+def _say(text: str) -> None:
+    """Writes to the standard error, also from within another print, if that is open."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
 
 
 @contextlib.contextmanager
