@@ -91,7 +91,7 @@ class StepFile:
                 file.truncate()
                 os.fsync(file.fileno())
             except BaseException:
-                with contextlib.suppress(OSError):  # The next row is written there anyway.
+                with contextlib.suppress(OSError):  # The next row goes there anyway.
                     file.truncate(self._end)
                 raise
         self._end += len(text.encode())
