@@ -4,10 +4,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from examples.pretrain.errors import AGAIN, UsageError, exit_code_of
+from examples.pretrain.errors import AGAIN, Output, UsageError, exit_code_of
 from examples.pretrain.meshes import make_mesh
 from examples.pretrain.operation.processes import (
-    Output,
     Stopped,
     is_first,
     join_cluster,

@@ -16,8 +16,8 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from examples.pretrain.errors import RunError, UsageError
-from examples.pretrain.operation.processes import Output, is_first, others_are_gone
+from examples.pretrain.errors import Output, RunError, UsageError
+from examples.pretrain.operation.processes import is_first, others_are_gone
 from examples.pretrain.operation.rundir import saved_config
 from examples.pretrain.setup import Setup, State, split
 from examples.pretrain.tasks import make_task
@@ -112,10 +112,9 @@ class Checkpoints:
                 )
             return None
         for bad, reason in damaged.items() if is_first() else ():
-            name = f"damaged_checkpoint_{bad}"
-            names = (name, *(f"{name}_{n}" for n in range(2, 1000)))
-            paths = (self._folder / name for name in names)  # Which may be another disk.
-            aside = next(path for path in paths if not path.exists())
+            aside = self._folder / f"damaged_checkpoint_{bad}"  # On the same disk.
+            while aside.exists():
+                aside = aside.with_name(f"{aside.name}_again")
             (self._folder / str(bad)).rename(aside)
             self._console.print(
                 f"The checkpoint of step {bad} is damaged ({reason}). It is now "

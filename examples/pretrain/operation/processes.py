@@ -14,9 +14,8 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
-from rich.console import Console
 
-from examples.pretrain.errors import AGAIN, RunError, UsageError
+from examples.pretrain.errors import AGAIN, RunError, UsageError, say
 
 # Seconds for which a process waits for the others: to start, and once it has failed.
 JOINING = 240
@@ -102,23 +101,6 @@ def others_are_gone(error: BaseException) -> bool:
     return jax.process_count() > 1 and (of_jax or "Gloo" in str(error))
 
 
-class Output(Console):
-    """Prints what it is given, names with brackets too, for as long as somebody reads."""
-
-    def __init__(self, **options: Any):
-        as_it_is: dict[str, Any] = dict.fromkeys(("markup", "emoji", "highlight"), False)
-        super().__init__(soft_wrap=True, **as_it_is, **options)
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        """The same, but for a closed pipe or a full disk, which must not end a run."""
-        try:
-            super().print(*objects, **options)
-        except (OSError, SystemExit):  # rich ends the program at a closed pipe.
-            self.quiet = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            _say("The output cannot be written any more. The run goes on without it.\n")
-
-
 class Stopped(Exception):
     """The run was asked to stop by a signal, and did."""
 
@@ -172,7 +154,7 @@ class StopSignal:
         for each in self._previous:
             signal.signal(each, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _say(
+        say(
             f"\n{signal.Signals(signum).name} received: the run stops with a checkpoint "
             "as soon as the current step, and its measurement or validation, is "
             "complete. A second signal ends it at once; the last checkpoint then is an "
@@ -182,12 +164,6 @@ class StopSignal:
             self._signum = signum
         else:
             signal.raise_signal(signal.SIGTERM)  # JAX tells the others.
-
-
-def _say(text: str) -> None:
-    """Writes to the standard error, also from within another print, if that is open."""
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())
 
 
 @contextlib.contextmanager

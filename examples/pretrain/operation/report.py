@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from rich.table import Table
 
-from examples.pretrain.operation.processes import Output
+from examples.pretrain.errors import Output
 from examples.pretrain.operation.rundir import (
     read_csv,
     read_facts,
@@ -24,7 +24,7 @@ Rows = Sequence[Mapping[str, str]]
 
 
 def write(folder: pathlib.Path, console: Output) -> None:
-    """Reports on all finished optimizers of a run folder."""
+    """Compares the finished optimizers of a run folder."""
     facts, metrics = read_facts(folder), dict[str, Rows]()
     for name in (n for n in OPTIMIZERS if read_result(folder / n) is not None):
         rows = (

@@ -8,23 +8,14 @@ import jax
 from jax.sharding import Mesh
 
 from examples.pretrain.config import Config, Recipe, accumulation
+from examples.pretrain.errors import Output
 from examples.pretrain.loading import Batches
 from examples.pretrain.meshes import batch_shards, in_effect
 from examples.pretrain.operation import report
 from examples.pretrain.operation.checkpoint import Checkpoints
 from examples.pretrain.operation.logs import Logs, check_finite
-from examples.pretrain.operation.processes import (
-    Output,
-    StopSignal,
-    is_first,
-    writing,
-)
-from examples.pretrain.operation.rundir import (
-    check_path,
-    claim,
-    read_result,
-    write_atomically,
-)
+from examples.pretrain.operation.processes import StopSignal, is_first, writing
+from examples.pretrain.operation.rundir import claim, read_result, write_atomically
 from examples.pretrain.optimizers import find_optimizer, rates_and_decay
 from examples.pretrain.recipes import rates_in_words
 from examples.pretrain.sample import check_prompt, show_samples
@@ -38,7 +29,6 @@ def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Output) -> 
 
     What could not be trained is refused before anything is written.
     """
-    check_path(config.out)
     size, shards = config.recipe.batch_size, batch_shards(mesh)
     if config.sample is not None:
         check_prompt(config.sample, data.unit, getattr(config.model, "vocab_size", 0))

@@ -41,6 +41,12 @@ def claim(config: Config, data: Data) -> Iterator[None]:
 
     Of several processes the first one holds it for all.
     """
+    path = str(config.out.absolute())
+    if glob.escape(path) != path:
+        raise UsageError(
+            f"--out {config.out}: Orbax takes {path} for a pattern, and would lose "
+            "checkpoints there. Choose a path without [, * and ?."
+        )
     facts = config.to_dict() | {"unit": data.unit, **data.facts}
     _refuse_other_processes(facts | {"out": config.out.absolute()})
     if not is_first():
@@ -61,25 +67,11 @@ def claim(config: Config, data: Data) -> Iterator[None]:
         yield
 
 
-def check_path(out: pathlib.Path) -> None:
-    """Refuses a folder in which Orbax would lose checkpoints."""
-    path = str(out.absolute())
-    if glob.escape(path) != path:
-        raise UsageError(
-            f"--out {out}: Orbax takes {path} for a pattern, and would lose checkpoints "
-            "there. Choose a path without [, * and ?."
-        )
-
-
 def read_facts(folder: pathlib.Path) -> dict[str, Any]:
     """The configuration and the data of a run, as its config.json tells them."""
-    path = folder / "config.json"
-    try:
-        facts = json.loads(path.read_text())
-    except ValueError:
-        facts = None
-    if not isinstance(facts, dict):
-        raise UsageError(f"{path} is damaged: use another folder.")
+    facts = _read_json(folder / "config.json")
+    if facts is None:
+        raise UsageError(f"{folder / 'config.json'} is damaged: use another folder.")
     return facts
 
 
@@ -120,11 +112,17 @@ def saved_config(folder: pathlib.Path) -> Config:
 
 def read_result(folder: pathlib.Path) -> dict[str, Any] | None:
     """The result of a run with one optimizer, if it is finished."""
+    path = folder / "result.json"
+    return _read_json(path) if path.exists() else None
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
+    """A dictionary from a file, unless it is damaged."""
     try:
-        result = json.loads((folder / "result.json").read_text())
-    except (FileNotFoundError, ValueError):
+        found = json.loads(path.read_text())
+    except ValueError:
         return None
-    return result if isinstance(result, dict) else None
+    return found if isinstance(found, dict) else None
 
 
 def read_csv(path: pathlib.Path) -> list[dict[str, str]]:

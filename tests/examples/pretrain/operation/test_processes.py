@@ -16,10 +16,9 @@ import jax
 import numpy as np
 import pytest
 
-from examples.pretrain.errors import AGAIN, RunError, UsageError
+from examples.pretrain.errors import AGAIN, Output, RunError, UsageError
 from examples.pretrain.operation import logs, processes, run, rundir
 from examples.pretrain.operation.processes import (
-    Output,
     Stopped,
     StopSignal,
     join_cluster,

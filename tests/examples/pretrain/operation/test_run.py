@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from examples.pretrain import tasks
+from examples.pretrain.errors import Output
 from examples.pretrain.meshes import make_mesh
 from examples.pretrain.operation import logs, report
-from examples.pretrain.operation.processes import Output
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.setup import learning_rates, set_up
 from examples.pretrain.tasks import make_task
@@ -119,6 +119,12 @@ def test_the_audit_is_of_the_optimizer_of_the_run(finished):
     assert written[up]["s"] == "1.6" and written[up]["state_bytes"]
 
 
+def test_a_report(finished):
+    assert "<html" in (finished / "orscale" / "report" / "report.html").read_text()
+    for name in ("adamw", "muon_moonlight"):  # Nothing of what there is not.
+        assert not (finished / name / "report").exists()
+
+
 def test_the_table_at_the_end(finished, capsys):
     metrics = by_optimizer(tiny.rows(finished / "metrics.csv"))
     report.write(finished, Output(width=200))
@@ -129,12 +135,6 @@ def test_the_table_at_the_end(finished, capsys):
         assert f" {float(rows[-1]['val_loss']):.4f} " in line
         result = json.loads((finished / name / "result.json").read_text())
         assert result["parameters"] == 256 * 16 + 12 * 16**2 + 3 * 16
-
-
-def test_a_report(finished):
-    assert "<html" in (finished / "orscale" / "report" / "report.html").read_text()
-    for name in ("adamw", "muon_moonlight"):  # Nothing of what there is not.
-        assert not (finished / name / "report").exists()
 
 
 @pytest.mark.slow
