@@ -40,7 +40,7 @@ OPTIONS = """
 """
 MESHES = {1: (), 2: ("--mesh.fsdp", "2")}
 ANOTHER_IS_GONE = r"another process has gone|another task died"
-NAMES = "d[/red] [bold]e :smile:"  # Markup of what prints, and a pattern.
+NAMES = "d[/red] [bold]e :smile:"  # Two folders, whose names are markup and a pattern.
 
 
 class Skipped(Exception):
@@ -279,7 +279,7 @@ def brackets(trial: Trial) -> None:
 
 
 def markup(trial: Trial) -> Run:
-    data = shutil.copytree(trial.data, trial.run.out.with_name(NAMES))
+    data = shutil.copytree(trial.data, trial.run.out.parent / NAMES)
     run = with_data(trial.run, data)
     run.finish()
     check(str(data) in run.messages(), "the name is shown as another one")
