@@ -46,7 +46,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,
             lightweight_initialize=True,  # It reads nothing that may be damaged.
         )
-        self._manager = ocp.CheckpointManager(self._folder, options=self._options)
+        self._manager = _Manager(self._folder, options=self._options)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -123,7 +123,7 @@ class Checkpoints:
         if damaged:
             multihost_utils.sync_global_devices("damaged checkpoints are aside")
             self._manager.close()
-            self._manager = ocp.CheckpointManager(self._folder, options=self._options)
+            self._manager = _Manager(self._folder, options=self._options)
         return state, step
 
     def _read(self, step: int, setup: Setup) -> tuple[State, str]:
@@ -135,6 +135,13 @@ class Checkpoints:
             if _in_all(step, not wrong):
                 return state, ""
         return state, wrong or "another process cannot read it"
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's, but it is the run that asks JAX whether to stop."""
+
+    def reached_preemption(self, step: int) -> bool:
+        return False  # Orbax would look for times that it has not read.
 
 
 def load_model(folder: pathlib.Path | str) -> nnx.Module:

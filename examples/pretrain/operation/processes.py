@@ -33,8 +33,7 @@ def join_cluster() -> None:
 
     Slurm, Open MPI, Kubernetes and Cloud TPUs are found by themselves. Elsewhere
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say it. If one of them
-    does not come, the process says so and ends; JAX would abort it, with nothing but the
-    addresses of functions.
+    does not come, the process says so and ends; JAX would print addresses of functions.
     """
     number, index = (
         os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -122,11 +121,9 @@ class StopSignal:
         self._alone = jax.process_count() == 1
 
     def __enter__(self) -> "StopSignal":
-        signums = [signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # As with nohup.
-            signums.append(signal.SIGHUP)
-        if self._alone:
-            signums.append(signal.SIGTERM)
+        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        signums = [signal.SIGINT, *[signal.SIGHUP] * (not nohup)]
+        signums += [signal.SIGTERM] * self._alone
         self._previous = {signum: signal.signal(signum, self._note) for signum in signums}
         return self
 

@@ -43,9 +43,9 @@ def write(folder: pathlib.Path, console: Output) -> None:
     writer.writerows(every_row)
     write_atomically(folder / "metrics.csv", text.getvalue())
     shown = Table(title="Same initial weights and batches; final validation loss")
-    for title in ("optimizer", f"nats/{facts['unit']}", "accuracy", "s/step"):
+    titles = ("optimizer", f"nats/{facts['unit']}", "accuracy", "s/step")
+    for title in (*titles, "reaches AdamW's loss after"):
         shown.add_column(title, justify="right" if shown.columns else "left")
-    shown.add_column("reaches AdamW's loss after", justify="right")
     for name in metrics:
         last = metrics[name][-1]
         loss, accuracy = float(last["val_loss"]), last.get("val_accuracy")
@@ -66,10 +66,7 @@ def write(folder: pathlib.Path, console: Output) -> None:
 
 
 def reaching(rows: Rows, of_baseline: Rows | None) -> str:
-    """In words, when an optimizer first comes down to AdamW's final loss, if it does.
-
-    Between two validations, the loss is interpolated.
-    """
+    """In words, when an optimizer first comes down to AdamW's final loss, if it does."""
     if of_baseline is None:
         return ""
     validated = [row for row in rows if row["val_loss"]]

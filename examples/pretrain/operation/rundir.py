@@ -167,9 +167,7 @@ def _refuse_other_processes(facts: dict[str, Any]) -> None:
             )
 
 
-def _listed(
-    names: Iterable[str], there: dict[str, Any], here: dict[str, Any], now: str = "now"
-) -> str:
+def _listed(names: Iterable[str], there: Any, here: Any, now: str = "now") -> str:
     return "\n".join(
         f"  {name}: {there.get(name)} there, {here.get(name)} {now}" for name in names
     )
