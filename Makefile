@@ -12,7 +12,7 @@ export OPENBLAS_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-examples test-extended test-all test-optimized test-oldest clients test-gpu coverage covered mutants lint format docs linkcheck bench bench-gpu bench-tpu demo \
+.PHONY: help test test-examples test-extended test-all test-optimized test-oldest clients test-gpu coverage covered mutants faults lint format docs linkcheck bench bench-gpu bench-tpu demo \
 	demo-moe demo-vision study track0 dist release clean
 
 help: ## Show this list.
@@ -111,6 +111,9 @@ covered: ## List the branches that the tests so far have left out; require 97 % 
 
 mutants: $(VENV)/.has-examples,test ## Break the numeric code, one expression at a time; tests must notice.
 	$(RUN) tests.mutants $(ARGS)
+
+faults: $(VENV)/.has-examples,test ## Kill, starve and damage runs of the training program; words in ARGS choose.
+	$(RUN) tests.faults $(ARGS)
 
 lint: $(VENV)/.has-examples,lint ## Check style, formatting, spelling and types.
 	$(RUN) ruff check

@@ -1,6 +1,7 @@
 """Commands of the training program, in processes of their own."""
 
 import dataclasses
+import glob
 import os
 import pathlib
 import shutil
@@ -8,13 +9,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tests import faulty
 from tests.examples.pretrain import tiny
 
-LIMIT = 300  # Seconds for what should take some, on a busy machine.
+LIMIT = 900  # Seconds after which a process hangs, on however busy a machine.
 
 
 class Failed(Exception):
@@ -34,6 +36,7 @@ class Run:
     options: tuple[str, ...]
     processes: int = 1
     devices: int = 1  # Of each process.
+    tables: bool = True  # Whether its tables are whole.
 
     def at(self, out: pathlib.Path) -> "Run":
         """The same command for another folder."""
@@ -44,9 +47,18 @@ class Run:
         shutil.copytree(self.out, out)
         return self.at(out)
 
-    def start(self, *module: str) -> "Processes":
+    def start(
+        self, *module: str, of_last: Sequence[str] = (), piped: bool = False
+    ) -> "Processes":
+        """Starts it as another module, or with other options of the last process.
+
+        What the first process prints goes to its log, or into a pipe.
+        """
         command = [sys.executable, "-m", *(module or ("examples.pretrain",))]
         command += [*self.options, "--out", str(self.out)]
+        for file in self.out.parent.glob(f"{glob.escape(self.out.name)}.*"):
+            if file.suffix == ".go" or ".reached." in file.name:
+                file.unlink()
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(self.devices),
@@ -62,16 +74,28 @@ class Run:
             }
         started = []
         for index in range(self.processes):
+            others = of_last if index == self.processes - 1 else ()
             with open(self._log(index), "w") as log:
                 process = subprocess.Popen(
-                    command,
+                    [*command, *others],
                     cwd=tiny.ROOT,
                     env=environment | {"JAX_PROCESS_ID": str(index)},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
+                    stdout=subprocess.PIPE if piped and index == 0 else log,
+                    stderr=log,
                 )
             started.append(process)
         return Processes(self, started)
+
+    def hold(self, step: int) -> "Processes":
+        """Starts it, and comes back once all processes wait at this step."""
+        processes = self.start("tests.faulty", "hold", str(step))
+        files = [faulty.reached(self.out, index) for index in range(self.processes)]
+        processes.wait(lambda: all(file.exists() for file in files), f"step {step}")
+        return processes
+
+    def go_on(self) -> None:
+        """Lets processes go on that hold."""
+        faulty.let_go(self.out).touch()
 
     def finish(self) -> None:
         """Runs to the end."""
@@ -100,7 +124,8 @@ class Run:
 
     def equals(self, other: "Run") -> None:
         """Checks that results are the same to the bit."""
-        mine, others = self._result(), other._result()
+        tables = self.tables and other.tables
+        mine, others = self._result(tables), other._result(tables)
         check(mine.keys() == others.keys(), "other arrays than without faults")
         for name in mine:
             same = np.array_equal(mine[name], others[name])
@@ -109,13 +134,14 @@ class Run:
     def _log(self, index: int) -> pathlib.Path:
         return self.out.with_name(f"{self.out.name}.log.{index}")
 
-    def _result(self) -> dict[str, np.ndarray]:
+    def _result(self, tables: bool) -> dict[str, np.ndarray]:
         """The last state by name, and what is written down of every step."""
+        state = tiny.last_state(self.folder)
+        if not tables:
+            return state
         rows = [row | {"seconds": ""} for row in tiny.rows(self.folder / "metrics.csv")]
-        result = tiny.last_state(self.folder) | {"metrics.csv": np.array(rows)}
-        if (history := self.folder / "history.csv").exists():
-            result["history.csv"] = np.array(history.read_text())
-        return result
+        history = (self.folder / "history.csv").read_text()
+        return state | {"metrics.csv": np.array(rows), "history.csv": np.array(history)}
 
 
 class Processes:
@@ -137,21 +163,30 @@ class Processes:
         for index in indices or range(len(self._processes)):
             self._processes[index].send_signal(signum)
 
-    def wait_for_step(self, step: float) -> None:
-        """Waits until as many steps are written down."""
-
-        def there() -> bool:
-            running = None in (process.poll() for process in self._processes)
-            check(running, f"ended before step {step}:\n{self._run.messages()}")
-            return self._run.steps() >= step
-
-        self._wait(there, f"step {step}")
+    def read_a_line(self) -> None:
+        """Reads a line of what the first process prints into a pipe, and closes it."""
+        pipe = self._processes[0].stdout
+        pipe.readline()
+        pipe.close()
 
     def end_with(self, expected: Callable[[list[int]], bool]) -> None:
         """Waits until all have ended, and checks their exit codes."""
-        self._wait(lambda: None not in [p.poll() for p in self._processes], "end")
-        codes = [process.returncode for process in self._processes]
+        self._wait(lambda: None not in self._codes(), "end")
+        codes = self._codes()
         check(expected(codes), f"exit codes {codes}:\n{self._run.messages()}")
+
+    def wait(self, until: Callable[[], bool], what: str) -> None:
+        """Waits for what running processes do."""
+
+        def there() -> bool:
+            running = set(self._codes()) == {None}
+            check(running or until(), f"ended before {what}:\n{self._run.messages()}")
+            return until()
+
+        self._wait(there, what)
+
+    def _codes(self) -> list[int | None]:
+        return [process.poll() for process in self._processes]
 
     def _wait(self, until: Callable[[], bool], what: str) -> None:
         latest = time.monotonic() + LIMIT

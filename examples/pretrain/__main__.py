@@ -4,10 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import jax
-from rich.console import Console
-
-from examples.pretrain.errors import AGAIN, UsageError, exit_code_of
+from examples.pretrain.errors import AGAIN, Output, UsageError, exit_code_of
 from examples.pretrain.meshes import make_mesh
 from examples.pretrain.operation.processes import (
     Stopped,
@@ -36,19 +33,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if chosen.distributed:
             join_cluster()
         task, data, mesh = make_task(config), read_data(config), make_mesh(config.mesh)
-        run(config, task, data, mesh, Console(quiet=not is_first()))
+        run(config, task, data, mesh, Output(quiet=not is_first()))
 
     try:
         return exit_code_of(train)
-    except jax.errors.JaxRuntimeError as error:
-        if not others_are_gone(error):
-            raise
-        message, code = f"error: another process has gone: {error}\n{AGAIN}", 1
     except Stopped as stopped:
         message = f"{stopped}. Rerun the same command to resume from here."
         code = 128 + stopped.signum
     except KeyboardInterrupt:
         message, code = f"Stopped. {AGAIN}", 130
+    except Exception as error:
+        if not others_are_gone(error):
+            raise
+        message, code = f"error: another process has gone: {error}\n{AGAIN}", 1
     print(message, file=sys.stderr)
     return code
 

@@ -1,11 +1,14 @@
 """Which windows of the corpus a step sees: a pure function of seed and step."""
 
+import contextlib
+import os
+
 import grain
 import numpy as np
 
 from examples.pretrain.config import Config, TextRecipe
 from examples.pretrain.data import Corpus, Split, read_corpus
-from examples.pretrain.errors import UsageError
+from examples.pretrain.errors import RunError, UsageError
 from examples.pretrain.task import Data
 
 # Not the run's seed: runs of different seeds are validated on the same windows.
@@ -33,11 +36,13 @@ class Windows:
     """Every piece of a split, cut into windows of seq_len + 1 tokens.
 
     Neighbours share one token, which is the last target of one and the first input of the
-    next: each token is predicted once.
+    next: each token is predicted once. A file that is mapped must stay as it is.
     """
 
     def __init__(self, split: Split, seq_len: int):
         self._pieces = split.pieces
+        self._files = [getattr(piece, "filename", None) for piece in split.pieces]
+        self._stamps = [*map(_stamp, self._files)]
         self._seq_len = seq_len
         per_piece = [(len(piece) - 1) // seq_len for piece in split.pieces]
         self._ends = np.cumsum(per_piece)
@@ -47,10 +52,25 @@ class Windows:
 
     def __getitem__(self, index: int) -> np.ndarray:
         piece = int(np.searchsorted(self._ends, index, side="right"))
+        with contextlib.suppress(FileNotFoundError):  # A map outlives a name.
+            if _stamp(self._files[piece]) != self._stamps[piece]:
+                raise RunError(
+                    f"{self._files[piece]} has changed since the run began. Put it back "
+                    "and rerun the same command to resume from the last checkpoint, or "
+                    "begin anew with another --out."
+                )
         first = int(self._ends[piece - 1]) if piece else 0
         start = (index - first) * self._seq_len
         window = self._pieces[piece][start : start + self._seq_len + 1]
         return window.astype(np.int32)
+
+
+def _stamp(file: str | None) -> tuple[int, int] | None:
+    """The size and the time stamp of a file that is mapped; None for what was read."""
+    if file is None:
+        return None
+    found = os.stat(file)
+    return found.st_size, found.st_mtime_ns
 
 
 def train_windows(recipe: TextRecipe, corpus: Corpus) -> grain.MapDataset:

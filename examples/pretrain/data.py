@@ -25,6 +25,11 @@ VALIDATION_SHARE = 0.1
 _VALIDATION_NAME = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])", re.IGNORECASE)
 MAGIC, MAGIC_OF_UINT32, VERSION = 20240520, 20240801, 1
 HEADER_INTS = 256
+# What other formats begin with.
+OTHER_FORMATS = {
+    b"\x93NUMPY": "a .npy file", b"PK\x03\x04": "a zip or .npz file",
+    b"\x1f\x8b\x08": "a gzip file", b"\x28\xb5\x2f\xfd": "a zstd file",
+}  # fmt: skip
 
 # Not of the library's kind: tests, tables of characters, one huge help text, what some
 # versions of Python lack, and what others have installed.
@@ -123,6 +128,11 @@ def read_corpus(
 def read_shard(path: pathlib.Path) -> np.ndarray:
     """The tokens of a shard, mapped rather than read into memory."""
     size, offset = path.stat().st_size, 0
+    with open(path, "rb") as file:
+        start = file.read(8)
+    for begins, kind in OTHER_FORMATS.items():
+        if start.startswith(begins):
+            raise UsageError(f"{path} is {kind}: write its tokens as a shard of uint16.")
     header = np.fromfile(path, "<i4", count=HEADER_INTS)
     if header.size and header[0] in (MAGIC, MAGIC_OF_UINT32):
         offset = 4 * HEADER_INTS
@@ -138,7 +148,15 @@ def read_shard(path: pathlib.Path) -> np.ndarray:
             f"{path} holds {size - offset} bytes of tokens, which make no uint16 (empty, "
             "or cut off?): write it again, or leave it out."
         )
-    return np.memmap(path, dtype="<u2", mode="r", offset=offset)
+    tokens = np.memmap(path, dtype="<u2", mode="r", offset=offset)
+    low, high = sorted(int(half.max(initial=0)) for half in (tokens[::2], tokens[1::2]))
+    # The halves of wider integers: the upper ones are zeros, or small.
+    if len(tokens) >= 64 and high > 16 * low:
+        raise UsageError(
+            f"{path} holds at most {low} in every other place, and {high} elsewhere, as "
+            "integers of 32 or 64 bits do: write its tokens as uint16."
+        )
+    return tokens
 
 
 def _is_shard(path: pathlib.Path) -> bool:

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from flax import nnx
-from rich.console import Console
 
 from examples.pretrain.data import SEPARATOR
-from examples.pretrain.errors import UsageError, exit_code_of
+from examples.pretrain.errors import Output, UsageError, exit_code_of
 from examples.pretrain.operation.checkpoint import checkpoint_steps, load_model
 from examples.pretrain.operation.rundir import run_facts
 from examples.pretrain.optimizers import OPTIMIZERS
@@ -126,7 +125,7 @@ def draw(key: jax.Array, logits_V: jax.Array, temperature: float) -> jax.Array:
 
 
 def show_samples(
-    run: pathlib.Path, prompt: str, console: Console, sampling: Sampling = Sampling()
+    run: pathlib.Path, prompt: str, console: Output, sampling: Sampling = Sampling()
 ) -> None:
     """Prints what the models of a run, or the one of an optimizer's folder, write."""
     folders = [run := run.resolve()]
@@ -139,7 +138,7 @@ def show_samples(
         known = OPTIMIZERS.get(folder.name)
         label = known.label if known else folder.name  # Of a copied folder.
         console.rule(label, align="left", style="dim")
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        console.print(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -148,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run() -> None:
         prog = "python -m examples.pretrain.sample"
         sampling = tyro.cli(Sampling, args=arguments, prog=prog)
-        show_samples(sampling.run, sampling.prompt, Console(), sampling)
+        show_samples(sampling.run, sampling.prompt, Output(), sampling)
 
     return exit_code_of(run)
 

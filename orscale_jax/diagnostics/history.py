@@ -1,5 +1,6 @@
 """A run's readings in one file, which survives being killed."""
 
+import contextlib
 import csv
 import io
 import itertools
@@ -20,7 +21,10 @@ FILE_NAME = "history.csv"
 
 
 class StepFile:
-    """A CSV file that grows by steps; it drops what a killed process left incomplete."""
+    """A CSV file of whole rows, which grows by steps.
+
+    It drops what a killed process or a failed write left incomplete.
+    """
 
     def __init__(self, path: str | os.PathLike[str], columns: Sequence[str]):
         """Open the file, or begin it; one of the columns is called ``step``."""
@@ -32,8 +36,9 @@ class StepFile:
         with open(self.path, "rb") if self.path.is_file() else io.BytesIO() as file:
             header = file.readline()
             lines = [line for line in file if line.endswith(b"\n")]
+        self._end = 0  # The place where the last whole row ends.
         if not header.endswith(b"\n"):
-            self._write(_line(self.columns), mode="w")
+            self._append(_line(self.columns), mode="wb")
             return
         if (present := next(csv.reader([header.decode()]))) != self.columns:
             raise ValueError(
@@ -41,23 +46,24 @@ class StepFile:
                 f"{', '.join(self.columns)}: pass the same columns (to a History: the "
                 "same measurements and scalars), or another path."
             )
-        end = self._count(lines, len(header))
-        os.truncate(self.path, end)
+        self._end = self._count(lines, len(header))
+        os.truncate(self.path, self._end)
         rows = [rows for _, rows in self.steps.values()]
         if rows and rows[-1] < rows[0]:
             self.rewind([*self.steps][-2])
 
     def append(self, rows: Iterable[Sequence[str]]) -> None:
         """Add rows, in the order of their steps."""
-        end, lines = self.path.stat().st_size, [*map(_line, rows)]
-        self._write("".join(lines))
-        self._count(map(str.encode, lines), end)
+        start, lines = self._end, [*map(_line, rows)]
+        self._append("".join(lines))
+        self._count(map(str.encode, lines), start)
 
     def rewind(self, step: int) -> None:
         """Drop all later steps."""
         later = [each for each in self.steps if each > step]
         if later:
             os.truncate(self.path, self.steps[later[0]][0])
+            self._end = self.steps[later[0]][0]
         for each in later:
             del self.steps[each]
 
@@ -70,11 +76,22 @@ class StepFile:
             start += len(line)
         return start
 
-    def _write(self, text: str, mode: str = "a") -> None:
-        with open(self.path, mode, newline="", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+    def _append(self, text: str, mode: str = "r+b") -> None:
+        """Write behind the last whole row. If that fails, the file ends there again."""
+        left = text.encode()
+        # Without a buffer, which would be written once more as the file is closed.
+        with open(self.path, mode, buffering=0) as file:
+            try:
+                file.seek(self._end)
+                while left:  # The system may take a part.
+                    left = left[file.write(left) :]
+                file.truncate()
+                os.fsync(file.fileno())
+            except BaseException:
+                with contextlib.suppress(OSError):  # The next row goes there anyway.
+                    file.truncate(self._end)
+                raise
+        self._end += len(text.encode())
 
 
 class History:

@@ -1,6 +1,8 @@
 """The file of a run: what is in it, and what is left of it after a kill."""
 
 import functools
+import os
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +110,41 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     assert path.read_bytes() == whole
     history.rewind(0)
     assert history.last_step is None and len(path.read_text().splitlines()) == 1
+
+
+@pytest.fixture
+def limit():
+    """Sets the length that a file may have; None: any."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def set_limit(size=None):
+        of_files = before if size is None else (size, before[1])
+        resource.setrlimit(resource.RLIMIT_FSIZE, of_files)
+
+    yield set_limit
+    set_limit()
+
+
+def test_after_an_append_that_failed_a_run_goes_on(tmp_path, limit, monkeypatch):
+    """No room for some of the rows; an error of the disk once all are written."""
+    whole = written(tmp_path / "whole.csv").path.read_bytes()
+    history = written(tmp_path / "history.csv", (1,))
+    before = history.path.read_bytes()
+    limit(len(before) + 30)
+    with pytest.raises(OSError, match="File too large"):
+        history.append(2, reading(2), loss=1 / 2)
+    limit()
+    assert history.path.read_bytes() == before and history.last_step == 1
+    history.append(2, reading(2), loss=1 / 2)
+    before = history.path.read_bytes()
+    monkeypatch.setattr(os, "fsync", {}.__getitem__)
+    with pytest.raises(KeyError):
+        history.append(3, reading(3), loss=1 / 3)
+    monkeypatch.undo()
+    assert history.path.read_bytes() == before and history.last_step == 2
+    history.append(3, reading(3), loss=1 / 3)
+    assert history.path.read_bytes() == whole
+    assert history.frame().step.tolist() == [1] * 3 + [2] * 3 + [3] * 3
 
 
 class TestErrors:

@@ -9,6 +9,6 @@ checkpoint  saving and restoring, and the model of a run
 processes   one or many; signals; files that cannot be written
 peaks       peak FLOPs per second of accelerators
 logs        what a run tells as it goes: metrics, readings, progress, warnings
-report      what a run shows at its end: tables and figures
+report      what a run shows at its end: a table and reports
 ==========  ==================================================================
 """

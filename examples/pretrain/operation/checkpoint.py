@@ -1,28 +1,23 @@
 """Checkpoints from which a run carries on as if it had never stopped, and its models."""
 
-import contextlib
 import functools
 import inspect
 import logging
 import pathlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.experimental import multihost_utils
-from rich.console import Console
 
-from examples.pretrain.errors import AGAIN, RunError, UsageError
-from examples.pretrain.operation.processes import (
-    is_first,
-    others_are_gone,
-    why_not_written,
-)
+from examples.pretrain.errors import Output, RunError, UsageError
+from examples.pretrain.operation.processes import is_first, others_are_gone
 from examples.pretrain.operation.rundir import saved_config
 from examples.pretrain.setup import Setup, State, split
 from examples.pretrain.tasks import make_task
@@ -37,27 +32,28 @@ class Checkpoints:
 
     They are written while training goes on. A checkpoint becomes visible by a rename,
     once it is complete: a process killed while saving leaves the one before. It holds the
-    whole training state, the position in the data, and a checksum of every array. All
-    processes share the folder.
+    whole training state, in which every number is finite, the position in the data, and a
+    checksum of every array. All processes share the folder.
     """
 
-    def __init__(self, folder: pathlib.Path, keep: int, console: Console):
+    def __init__(self, folder: pathlib.Path, keep: int, console: Output):
         for name in ("absl", "asyncio"):  # Orbax logs the traceback of all it raises.
             logging.getLogger(name).setLevel(logging.CRITICAL)
         _quiet_threads()
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, cleanup_tmp_directories=True
-        )
         self._folder, self._console = folder.absolute(), console
-        self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            cleanup_tmp_directories=True,
+            lightweight_initialize=True,  # It reads nothing that may be damaged.
+        )
+        self._manager = _Manager(self._folder, options=self._options)
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None or not others_are_gone(error):
-            with self._writing():
-                self._manager.close()  # Waits until all is written.
+            self._manager.close()  # Waits until all is written.
 
     @property
     def latest_step(self) -> int | None:
@@ -68,12 +64,32 @@ class Checkpoints:
         """Begins to save the state after `step` steps, unless that is there already."""
         if step == self._manager.latest_step():
             return
+        if wrong := _not_finite(state):
+            raise RunError(
+                f"Step {step}: {wrong}, so the state is not saved. The same command "
+                f"resumes from step {self.latest_step or 0}. If it happens again, begin "
+                "anew with another --out and a lower --learning-rate or --clip."
+            )
         position = {"next_batch": step, "checksums": checksums(state)}
         arguments = ocp.args.Composite(
             state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position)
         )
-        with self._writing():
-            self._manager.save(step, args=arguments)
+        self._manager.save(step, args=arguments)
+
+    def begin(self, setup: Setup) -> State:
+        """The initial state, as it is read back from its checkpoint.
+
+        What cannot be restored is said here, before the first step.
+        """
+        self.save(0, setup.initial_state())
+        self._manager.wait_until_finished()
+        state, wrong = self._read(0, setup)
+        if wrong:
+            raise RunError(
+                f"A checkpoint in {self._folder} was written, but cannot be read: "
+                f"{wrong}. Nothing was trained. Choose another --out."
+            )
+        return state
 
     def restore(self, setup: Setup) -> tuple[State, int] | None:
         """The newest state that can be read and the batch to go on with, if any.
@@ -83,17 +99,10 @@ class Checkpoints:
         """
         damaged: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
-            layout = ocp.args.StandardRestore(setup.abstract)
-            restored, reason = _read(self._folder / str(step), layout)
-            readable = restored is not None  # Here. And in all other processes?
-            if jax.process_count() > 1:
-                readable = bool(multihost_utils.process_allgather(readable).all())
-            if not readable:
-                damaged[step] = reason or "another process cannot read it"
-            elif wrong := _wrong(restored):  # All of them compute it together.
-                damaged[step] = wrong
-            else:
+            state, wrong = self._read(step, setup)
+            if not wrong:
                 break
+            damaged[step] = wrong
         else:
             if damaged:
                 raise RunError(
@@ -103,36 +112,36 @@ class Checkpoints:
                 )
             return None
         for bad, reason in damaged.items() if is_first() else ():
-            name = f"damaged_checkpoint_{bad}"
-            names = (name, *(f"{name}_{n}" for n in range(2, 1000)))
-            paths = (self._folder.parent / name for name in names)
-            aside = next(path for path in paths if not path.exists())
+            aside = self._folder / f"damaged_checkpoint_{bad}"  # On the same disk.
+            while aside.exists():
+                aside = aside.with_name(f"{aside.name}_again")
             (self._folder / str(bad)).rename(aside)
             self._console.print(
                 f"The checkpoint of step {bad} is damaged ({reason}). It is now "
-                f"{aside}, and the run carries on from step {step}.",
-                highlight=False,
+                f"{aside}, and the run carries on from step {step}."
             )
         if damaged:
-            if jax.process_count() > 1:
-                multihost_utils.sync_global_devices("damaged checkpoints are aside")
-            self._manager.reload()
-        return restored.state, step
+            multihost_utils.sync_global_devices("damaged checkpoints are aside")
+            self._manager.close()
+            self._manager = _Manager(self._folder, options=self._options)
+        return state, step
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Says of what goes wrong that a checkpoint is not written."""
-        try:
-            yield
-        except Exception as error:
-            if others_are_gone(error):
-                raise
-            reason = why_not_written(error) or _shown(error)
-            newest = "none" if self.latest_step is None else f"step {self.latest_step}"
-            raise RunError(
-                f"A checkpoint in {self._folder} could not be written: {reason}. "
-                f"Newest complete one: {newest}.\n{AGAIN}"
-            ) from error
+    def _read(self, step: int, setup: Setup) -> tuple[State, str]:
+        """A state, and what is wrong with it, in this process or in another."""
+        layout = ocp.args.StandardRestore(setup.abstract)
+        state, sums, wrong = _read(self._folder / str(step), layout)
+        if _in_all(step, not wrong):  # They compute the checksums together.
+            wrong = _wrong(state, sums)
+            if _in_all(step, not wrong):
+                return state, ""
+        return state, wrong or "another process cannot read it"
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's, but it is the run that asks JAX whether to stop."""
+
+    def reached_preemption(self, step: int) -> bool:
+        return False  # Orbax would look for times that it has not read.
 
 
 def load_model(folder: pathlib.Path | str) -> nnx.Module:
@@ -157,8 +166,9 @@ def load_model(folder: pathlib.Path | str) -> nnx.Module:
     )
     reasons: list[str] = []
     for step in checkpoint_steps(folder):
-        found, wrong = _read(folder.absolute() / "checkpoints" / str(step), layout)
-        if wrong := wrong or _wrong(found):
+        checkpoint = folder.absolute() / "checkpoints" / str(step)
+        state, sums, wrong = _read(checkpoint, layout)
+        if wrong := wrong or _wrong(state, sums):
             reasons.append(f"step {step}: {wrong}")
             continue
         if reasons:
@@ -167,9 +177,7 @@ def load_model(folder: pathlib.Path | str) -> nnx.Module:
                 f"cannot be read: {'; '.join(reasons)}",
                 stacklevel=2,
             )
-        return nnx.merge(
-            nnx.graphdef(model), found.state["params"], found.state["variables"]
-        )
+        return nnx.merge(nnx.graphdef(model), state["params"], state["variables"])
     why = "can be read: " + "; ".join(reasons) if reasons else "is there yet"
     raise UsageError(f"{folder / 'checkpoints'}: no checkpoint {why}.")
 
@@ -180,8 +188,14 @@ def checkpoint_steps(folder: pathlib.Path) -> list[int]:
     return sorted((int(p.name) for p in found if p.name.isdigit()), reverse=True)
 
 
-def _read(folder: pathlib.Path, layout: Any) -> tuple[Any, str]:
-    """What a checkpoint holds, or why it cannot be read.
+def _in_all(step: int, fine: bool) -> bool:
+    """Whether all processes have come to the same step, and find it fine."""
+    found = multihost_utils.process_allgather(np.array([step, fine]))
+    return bool((found == [step, True]).all())
+
+
+def _read(folder: pathlib.Path, layout: Any) -> tuple[Any, dict[str, int], str]:
+    """The state of a checkpoint, its checksums, and why it cannot be read, if so.
 
     It does not wait for other processes, which may fail.
     """
@@ -192,17 +206,26 @@ def _read(folder: pathlib.Path, layout: Any) -> tuple[Any, str]:
     handler = ocp.CompositeCheckpointHandler()
     try:
         with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
-            return reader.restore(folder, args=arguments), ""
+            found = reader.restore(folder, args=arguments)
+        if (step := found.position["next_batch"]) != int(folder.name):
+            raise ValueError(f"it is a checkpoint of step {step}")
+        return found.state, {**found.position["checksums"]}, ""
     except Exception as error:  # A damaged file may raise anything.
-        return None, _shown(error)
+        return None, {}, _shown(error)
 
 
-def _wrong(restored: Any) -> str:
-    """What is not as it was saved; empty if nothing is."""
-    expected = restored.position["checksums"]
-    found = checksums(restored.state).items()
-    names = (name for name, sum_ in found if sum_ != expected.get(name))
-    return next((f"{name} is not what was saved" for name in names), "")
+def _wrong(state: PyTree, sums: Mapping[str, int]) -> str:
+    """What is not as it was saved, or not finite; empty if nothing is."""
+    found = checksums(state).items()
+    names = (name for name, sum_ in found if sum_ != sums.get(name))
+    wrong = next((f"{name} is not what was saved" for name in names), "")
+    return wrong or _not_finite(state)
+
+
+def _not_finite(state: PyTree) -> str:
+    """Which array has a number that is not finite; empty if none has."""
+    finite = jax.tree.leaves_with_path(jax.device_get(_all_finite(state)))
+    return next((f"{_name(path)} is not finite" for path, fine in finite if not fine), "")
 
 
 def _shown(error: Exception) -> str:
@@ -233,12 +256,14 @@ def checksums(tree: PyTree) -> dict[str, int]:
     for a file with wrong bits, without an error. It is the same for any sharding.
     """
     sums = jax.tree.leaves_with_path(jax.device_get(_checksums(tree)))
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): int(sum_)
-        for path, sum_ in sums
-    }
+    return {_name(path): int(sum_) for path, sum_ in sums}
 
 
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+_all_finite = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))
 _checksums = jax.jit(lambda tree: jax.tree.map(_checksum, tree))
 
 

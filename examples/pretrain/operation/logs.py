@@ -6,19 +6,18 @@ import functools
 import math
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from rich.console import Console
 
 from examples.pretrain.config import Config
-from examples.pretrain.errors import RunError
+from examples.pretrain.errors import Output, RunError
 from examples.pretrain.operation.peaks import peak_flops
 from examples.pretrain.operation.processes import is_first
-from examples.pretrain.operation.rundir import read_csv
+from examples.pretrain.operation.rundir import read_csv, write_atomically
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.setup import Setup, State
 from examples.pretrain.task import Task
@@ -40,7 +39,7 @@ class Logs:
         setup: Setup,
         start: int,
         config: Config,
-        console: Console,
+        console: Output,
     ):
         self._setup, self._config, self._console = setup, config, console
         self._warned: set[str] = set()
@@ -49,12 +48,17 @@ class Logs:
         self._recorder = Recorder(folder, setup, start) if is_first() else None
         self._label, self._start = optimizer.label, start
         self._began = self._said = time.monotonic()
+        if self._recorder is not None:
+            steps = range(1, start + 1)
+            self._say_lost(folder / "metrics.csv", steps)
+            if self._readouts is not None:
+                read = [step for step in steps if any(self._reading_due(step))]
+                self._say_lost(folder / FILE_NAME, read)
 
     def write(self, interval: Interval, validation: Mapping[str, float]) -> None:
         """Writes an interval down; readings and the validation are of its last step."""
-        step, due = interval.step, interval.step % self._config.log_every == 0
-        every, reading = self._config.measure_every, None
-        measuring = every is not None and step % every == 0
+        step, reading = interval.step, None
+        due, measuring = self._reading_due(step)
         if self._readouts is not None and (due or measuring):
             reading = self._readouts.record(
                 step, interval.state, measuring, loss=interval.loss
@@ -65,7 +69,7 @@ class Logs:
             for problem in diagnostics.find_problems(reading):
                 if problem.title not in self._warned:  # Once each.
                     self._warned.add(problem.title)
-                    self._console.print(f"Step {step}: {problem}", highlight=False)
+                    self._console.print(f"Step {step}: {problem}")
         examples = self._setup.recipe.batch_size * len(interval.metrics)
         _, speed = throughput(self._setup.task, examples, interval.seconds)
         self._recorder.record(interval, validation)
@@ -75,8 +79,21 @@ class Logs:
             left = (now - self._began) / (step - self._start) * (steps - step)
             self._console.print(
                 f"{self._label:<14} step {step}/{steps}  loss {interval.loss:.3f}  "
-                f"{speed}  {datetime.timedelta(seconds=round(left))} left",
-                highlight=False,
+                f"{speed}  {datetime.timedelta(seconds=round(left))} left"
+            )
+
+    def _reading_due(self, step: int) -> tuple[bool, bool]:
+        """Whether a step is read, and whether its momentum is measured."""
+        every = self._config.measure_every
+        return step % self._config.log_every == 0, every is not None and step % every == 0
+
+    def _say_lost(self, table: pathlib.Path, steps: Collection[int]) -> None:
+        """Says which steps before the checkpoint have no row."""
+        found = {int(row["step"]) for row in read_csv(table)}
+        if lost := [step for step in steps if step not in found]:
+            self._console.print(
+                f"{table} lacks {len(lost)} of {len(steps)} steps before the checkpoint, "
+                f"the first of them step {lost[0]}. The run goes on without their rows."
             )
 
 
@@ -94,7 +111,7 @@ class Recorder:
         accuracy = ["val_accuracy"] if setup.task.item == "images" else []
         columns = ["optimizer", "step", setup.task.item, "train_loss", "val_loss"]
         columns += [*accuracy, "learning_rate", "grad_norm", "seconds"]
-        with _continuing(folder):
+        with _continuing(folder / "metrics.csv"):
             self._metrics = StepFile(folder / "metrics.csv", columns)
             self._metrics.rewind(start)
             rows = read_csv(self._metrics.path)
@@ -143,7 +160,7 @@ class Readouts:
         if not is_first():
             return
         params = setup.abstract["params"]
-        with _continuing(folder):
+        with _continuing(folder / FILE_NAME):
             self.history = diagnostics.History(
                 folder / FILE_NAME,
                 classes=diagnostics.layer_names(params),
@@ -151,7 +168,7 @@ class Readouts:
                 scalars=("loss",),
             )
             self.history.rewind(start)
-        (folder / "audit.csv").write_text(audit(setup).to_csv())
+        write_atomically(folder / "audit.csv", audit(setup).to_csv())
 
     def record(
         self, step: int, state: State, measuring: bool, **scalars: Any
@@ -199,12 +216,14 @@ def audit(setup: Setup) -> Description:
 
 
 @contextlib.contextmanager
-def _continuing(folder: pathlib.Path) -> Iterator[None]:
+def _continuing(table: pathlib.Path) -> Iterator[None]:
     """Raises RunError where a table of an interrupted run cannot be continued."""
     try:
+        if table.is_symlink():
+            raise ValueError(f"{table} is a link, and may lead to any file.")
         yield
     except ValueError as error:
         raise RunError(
-            f"A table in {folder} cannot be continued: {error} Move it away to go on "
-            "without its rows."
+            f"A table in {table.parent} cannot be continued: {error} Move it away to go "
+            "on without its rows."
         ) from error

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from examples.pretrain.errors import AGAIN, RunError, UsageError
+from examples.pretrain.errors import AGAIN, RunError, UsageError, say
 
 # Seconds for which a process waits for the others: to start, and once it has failed.
 JOINING = 240
@@ -33,8 +33,7 @@ def join_cluster() -> None:
 
     Slurm, Open MPI, Kubernetes and Cloud TPUs are found by themselves. Elsewhere
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say it. If one of them
-    does not come, the process says so and ends; JAX would abort it, with nothing but the
-    addresses of functions.
+    does not come, the process says so and ends; JAX would print addresses of functions.
     """
     number, index = (
         os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -97,8 +96,8 @@ def is_first() -> bool:
 
 def others_are_gone(error: BaseException) -> bool:
     """Whether an error may come from a process that has ended."""
-    several = jax.process_count() > 1
-    return several and isinstance(error, jax.errors.JaxRuntimeError)
+    of_jax = isinstance(error, jax.errors.JaxRuntimeError)
+    return jax.process_count() > 1 and (of_jax or "Gloo" in str(error))
 
 
 class Stopped(Exception):
@@ -110,10 +109,11 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Notes the first SIGINT (Ctrl-C) or SIGTERM, and says so; a second one acts as ever.
+    """Notes the first signal that asks to stop, and says so; a second one acts as ever.
 
-    The run then stops between two steps. Of several processes, JAX tells all when one
-    gets a SIGTERM, as a preempted machine does, and they stop at the same step.
+    These are SIGINT (Ctrl-C), SIGHUP (a closed terminal) and SIGTERM. The run then stops
+    between two steps. Of several processes, JAX tells all when one gets a SIGTERM, as a
+    preempted machine does, and they stop at the same step.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,9 @@ class StopSignal:
         self._alone = jax.process_count() == 1
 
     def __enter__(self) -> "StopSignal":
-        signums = (signal.SIGINT, signal.SIGTERM) if self._alone else ()
+        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        signums = [signal.SIGINT, *[signal.SIGHUP] * (not nohup)]
+        signums += [signal.SIGTERM] * self._alone
         self._previous = {signum: signal.signal(signum, self._note) for signum in signums}
         return self
 
@@ -146,19 +148,19 @@ class StopSignal:
             raise Stopped(message, self._signum)
 
     def _note(self, signum: int, _: FrameType | None) -> None:
-        self._signum = signum
+        for each in self._previous:
+            signal.signal(each, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        said = (
+        say(
             f"\n{signal.Signals(signum).name} received: the run stops with a checkpoint "
             "as soon as the current step, and its measurement or validation, is "
             "complete. A second signal ends it at once; the last checkpoint then is an "
             "earlier one.\n"
         )
-        # The signal may have interrupted another print. A closed terminal is no reason
-        # not to save.
-        with contextlib.suppress(OSError):
-            os.write(2, said.encode())
+        if self._alone:
+            self._signum = signum
+        else:
+            signal.raise_signal(signal.SIGTERM)  # JAX tells the others.
 
 
 @contextlib.contextmanager

@@ -6,16 +6,16 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from rich.console import Console
 
 from examples.pretrain.config import Config, Recipe, accumulation
+from examples.pretrain.errors import Output
 from examples.pretrain.loading import Batches
 from examples.pretrain.meshes import batch_shards, in_effect
 from examples.pretrain.operation import report
 from examples.pretrain.operation.checkpoint import Checkpoints
 from examples.pretrain.operation.logs import Logs, check_finite
 from examples.pretrain.operation.processes import StopSignal, is_first, writing
-from examples.pretrain.operation.rundir import claim, write_atomically
+from examples.pretrain.operation.rundir import claim, read_result, write_atomically
 from examples.pretrain.optimizers import find_optimizer, rates_and_decay
 from examples.pretrain.recipes import rates_in_words
 from examples.pretrain.sample import check_prompt, show_samples
@@ -24,7 +24,7 @@ from examples.pretrain.task import Data, Task
 from examples.pretrain.train import Trainer, evaluation_batch_size, make_trainer, train
 
 
-def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) -> None:
+def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Output) -> None:
     """Trains what is not finished, then reports on everything in the folder.
 
     What could not be trained is refused before anything is written.
@@ -38,20 +38,19 @@ def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) ->
     for name in config.optimizer:
         set_up(task, config.recipe_of(name), mesh, config.mesh.zero1)
     if len(config.optimizer) > 1:
-        console.print(rates_in_words(config), highlight=False, soft_wrap=True)
-    console.print(data.description, highlight=False)
+        console.print(rates_in_words(config))
+    console.print(data.description)
     with in_effect(mesh):
         if note := task.note():
-            console.print(note, highlight=False, soft_wrap=True)
+            console.print(note)
     claimed = claim(config, data)
     with writing(config.out), claimed, StopSignal() as stop:
         for name in config.optimizer:
             folder, recipe = config.out / name, config.recipe_of(name)
-            if (folder / "result.json").exists():
-                label = find_optimizer(name).label
-                console.print(f"{label} is finished in {folder}.", highlight=False)
+            if read_result(folder) is not None:
+                console.print(f"{find_optimizer(name).label} is finished in {folder}.")
             else:
-                console.print(rates_and_decay(recipe), highlight=False, soft_wrap=True)
+                console.print(rates_and_decay(recipe))
                 # Without a name, so that its memory is free for the next one.
                 train_and_save(
                     make_trainer(
@@ -79,7 +78,7 @@ def train_and_save(
     folder: pathlib.Path,
     config: Config,
     stop: StopSignal,
-    console: Console,
+    console: Output,
 ) -> None:
     """Trains to the end from the last checkpoint on, and writes the result."""
     setup, recipe = trainer.setup, trainer.setup.recipe
@@ -98,11 +97,13 @@ def train_and_save(
         in_effect(setup.mesh),
         Checkpoints(folder / "checkpoints", config.keep, console) as checkpoints,
     ):
-        state, start = checkpoints.restore(setup) or (setup.initial_state(), 0)
+        restored = checkpoints.restore(setup)
+        if restored is None and (folder / "metrics.csv").exists():
+            console.print(f"{folder} has no checkpoint any more: {label} begins anew.")
+        state, start = restored or (checkpoints.begin(setup), 0)
         if start:
             console.print(
-                f"{label} resumes from its checkpoint of step {start} of {recipe.steps}.",
-                highlight=False,
+                f"{label} resumes from its checkpoint of step {start} of {recipe.steps}."
             )
         logs = Logs(folder, setup, start, config, console)
         for interval in train(trainer, state, start, pause):

@@ -1,12 +1,16 @@
+import functools
+import gzip
+import io
+import os
 import pathlib
 import re
 
 import numpy as np
 import pytest
 
-from examples.pretrain.batches import read_text
+from examples.pretrain.batches import Windows, read_text
 from examples.pretrain.data import HEADER_INTS, MAGIC, read_corpus
-from examples.pretrain.errors import UsageError
+from examples.pretrain.errors import RunError, UsageError
 from tests.examples.pretrain import tiny
 
 TOKENS = np.arange(400, dtype="<u2")
@@ -200,6 +204,34 @@ def test_both_kinds_of_shards_in_one_run(tmp_path):
     assert (corpus.train.tokens, corpus.val.tokens) == (400, 50)
 
 
+@pytest.fixture
+def windows(tmp_path):
+    """Those of a shard in the folder of the test."""
+    for name in ("train.bin", "val.bin"):
+        write_raw_shard(tmp_path / name)
+    os.utime(tmp_path / "train.bin", (0, 0))  # Written long ago.
+    return Windows(read(tmp_path).train, seq_len=16)
+
+
+def test_a_shard_that_changes_while_it_is_used_is_refused(windows, tmp_path):
+    np.testing.assert_array_equal(windows[2], TOKENS[32:49])
+    path = tmp_path / "train.bin"
+    for change in (
+        lambda: write_raw_shard(path, TOKENS[::-1]),
+        lambda: os.truncate(path, 2),  # Reading the map would end the process.
+    ):
+        change()
+        with pytest.raises(RunError, match=r"train\.bin has changed .*Put it back"):
+            windows[2]
+    os.utime(write_raw_shard(path), (0, 0))
+    np.testing.assert_array_equal(windows[2], TOKENS[32:49])
+
+
+def test_a_shard_that_is_removed_stays_mapped(windows, tmp_path):
+    (tmp_path / "train.bin").unlink()
+    np.testing.assert_array_equal(windows[2], TOKENS[32:49])
+
+
 # What is refused. Every message names the file and says what to do.
 
 
@@ -211,6 +243,20 @@ def of_uint32(path):
 
 def cut_off_header(path):
     path.write_bytes(write_header_shard(path).read_bytes()[:100])
+
+
+def of_type(path, dtype, step=1):
+    """With a step of 300, some do not fit into 16 bits."""
+    path.write_bytes((step * TOKENS.astype(dtype)).astype(dtype).tobytes())
+
+
+def npy(tokens, save=np.save):
+    file = io.BytesIO()
+    save(file, tokens)
+    return file.getvalue()
+
+
+npz = functools.partial(npy, save=np.savez)
 
 
 def large_token(path):
@@ -228,6 +274,13 @@ def large_token(path):
         (lambda path: write_header_shard(path, TOKENS[:0]), "0 bytes of .*again"),
         (large_token, "token 50304.*ends at 50303.*--model.vocab-size 50305"),
         (lambda path: path.touch(), "empty.*write it again"),
+        (lambda path: of_type(path, "<i4"), "at most 0 in every other place.* as uint16"),
+        (lambda path: of_type(path, ">i4"), "at most 0 in every other place.* as uint16"),
+        (lambda path: of_type(path, "<i8"), "at most 0 in every other place.* as uint16"),
+        (lambda path: of_type(path, "<i4", 300), "at most 1 in every other .* as uint16"),
+        (lambda path: path.write_bytes(npy(TOKENS)), r"a \.npy file.*of uint16"),
+        (lambda path: path.write_bytes(gzip.compress(TOKENS)), "a gzip .* of uint16"),
+        (lambda path: path.write_bytes(npz(TOKENS)), r"a zip or \.npz .* of uint16"),
     ],
 )
 def test_a_corrupt_shard_is_refused(tmp_path, spoil, message):

@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import shutil
 import types
 
 import jax
@@ -10,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from rich.console import Console
 
-from examples.pretrain.errors import RunError
+from examples.pretrain.errors import Output, RunError
 from examples.pretrain.operation import checkpoint
 from examples.pretrain.operation.checkpoint import Checkpoints
+from examples.pretrain.operation.processes import writing
 
 # Whole numbers, whose sums are exact; the kernel is large enough for a file of its own.
 STATE = {
@@ -37,7 +38,7 @@ def out():
 
 @pytest.fixture
 def open_checkpoints(tmp_path, out):
-    console = Console(file=out, width=1000)
+    console = Output(file=out, width=1000)
     return lambda: Checkpoints(tmp_path / "checkpoints", keep=2, console=console)
 
 
@@ -105,9 +106,10 @@ def test_a_damaged_checkpoint_is_moved_aside(damage, open_checkpoints, tmp_path,
     assert restored_step(open_checkpoints) == 5
     message = out.getvalue()
     assert "The checkpoint of step 9 is damaged" in message
-    assert f"It is now {tmp_path}/damaged_checkpoint_9, and" in message
+    aside = tmp_path / "checkpoints" / "damaged_checkpoint_9"
+    assert f"It is now {aside}, and" in message
     assert "carries on from step 5" in message
-    assert (tmp_path / "damaged_checkpoint_9").is_dir()
+    assert aside.is_dir()
     save(open_checkpoints, 9)  # The run comes by again.
     assert restored_step(open_checkpoints) == 9
 
@@ -118,8 +120,9 @@ def test_another_damaged_checkpoint_of_the_step_is_kept_too(open_checkpoints, tm
         save(open_checkpoints, 5, 9)
         flip(data_files(tmp_path / "checkpoints" / "9")[-1])
         assert restored_step(open_checkpoints) == 5
-    names = {"damaged_checkpoint_9", "damaged_checkpoint_9_2", "damaged_checkpoint_9_3"}
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints"} | names
+    names = {f"damaged_checkpoint_9{again}" for again in ("", "_again", "_again_again")}
+    there = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert there == {"5"} | names
 
 
 @pytest.mark.extended
@@ -145,7 +148,7 @@ def test_when_all_are_damaged_none_is_touched(open_checkpoints, tmp_path):
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"5", "9"}
 
 
-def test_a_full_disk_is_named(open_checkpoints, monkeypatch):
+def test_a_full_disk_is_named(open_checkpoints, tmp_path, monkeypatch):
     """While the checkpoint is written, which is after `save` has returned."""
 
     def full(*_, **__):
@@ -154,10 +157,84 @@ def test_a_full_disk_is_named(open_checkpoints, monkeypatch):
     save(open_checkpoints, 5)
     handler = ocp.JsonCheckpointHandler
     monkeypatch.setattr(handler, "_save_fn", full)
-    with pytest.raises(RunError) as error:
+    with pytest.raises(RunError, match="to: No space left on device"), writing(tmp_path):
         save(open_checkpoints, 9)
-    assert "could not be written: No space left on device" in str(error.value)
-    assert "Newest complete one: step 5." in str(error.value)
+    monkeypatch.undo()
+    assert restored_step(open_checkpoints) == 5
+
+
+POSITIONS = {
+    "a list": "[]", "null": "null", "a number": "7", "no checksums": '{"next_batch": 9}',
+    "sums in a list": '{"next_batch": 9, "checksums": [["params.kernel", 1]]}',
+    "no numbers": '{"next_batch": 9, "checksums": {"params.kernel": []}}',
+    "another step": '{"next_batch": 8, "checksums": {}}',
+}  # fmt: skip
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("content", POSITIONS.values(), ids=POSITIONS)
+def test_a_position_of_another_shape_is_damage(content, open_checkpoints, tmp_path, out):
+    save(open_checkpoints, 5, 9)
+    (tmp_path / "checkpoints" / "9" / "position" / "metadata").write_text(content)
+    assert restored_step(open_checkpoints) == 5
+    assert "The checkpoint of step 9 is damaged" in out.getvalue()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("content", ["[]", "7", "null", "{", ""])
+@pytest.mark.parametrize("step", [5, 9])
+def test_metadata_of_another_shape_blocks_no_run(
+    content, step, open_checkpoints, tmp_path
+):
+    """Of the newest one, and of an older one that is not read."""
+    save(open_checkpoints, 5, 9)
+    for metadata in (tmp_path / "checkpoints" / str(step)).rglob("*METADATA*"):
+        metadata.write_text(content)
+    assert restored_step(open_checkpoints) == {5: 9, 9: 5}[step]
+    save(open_checkpoints, 12)
+    assert restored_step(open_checkpoints) == 12
+
+
+@pytest.mark.extended
+def test_a_copy_under_another_number_is_damage(open_checkpoints, tmp_path, out):
+    save(open_checkpoints, 5, 9)
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "9", folder / "10")
+    assert restored_step(open_checkpoints) == 9
+    assert (
+        "step 10 is damaged (ValueError: it is a checkpoint of step 9)" in out.getvalue()
+    )
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_neither_saved_nor_restored(
+    bad, open_checkpoints, monkeypatch, out
+):
+    spoiled = after(9) | {"variables": {"routing_bias": jnp.full(8, bad, jnp.bfloat16)}}
+    save(open_checkpoints, 5)
+    message = r"Step 9: variables\.routing_bias is not finite.* resumes from step 5\."
+    with open_checkpoints() as checkpoints, pytest.raises(RunError, match=message):
+        checkpoints.save(9, spoiled)
+    with monkeypatch.context() as context, open_checkpoints() as checkpoints:
+        context.setattr(checkpoint, "_not_finite", lambda state: "")
+        checkpoints.save(9, spoiled)  # As it was saved before there was such a check.
+    assert restored_step(open_checkpoints) == 5
+    assert "damaged (variables.routing_bias is not finite)" in out.getvalue()
+
+
+@pytest.mark.extended
+def test_the_first_one_is_read_back(tmp_path, out):
+    """Orbax loses those in a folder whose name it takes for a pattern."""
+    setup = types.SimpleNamespace(abstract=SETUP.abstract, initial_state=lambda: STATE)
+    console = Output(file=out, width=1000)
+    with Checkpoints(tmp_path / "fine", 2, console) as checkpoints:
+        jax.tree.map(np.testing.assert_array_equal, checkpoints.begin(setup), STATE)
+    with (
+        Checkpoints(tmp_path / "lr[3]", 2, console) as checkpoints,
+        pytest.raises(RunError, match=r"was written, but cannot be read: .*--out"),
+    ):
+        checkpoints.begin(setup)
 
 
 # Checksums

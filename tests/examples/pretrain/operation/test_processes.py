@@ -1,6 +1,8 @@
 """Clusters, signals and files that fail: one message, the same result, an end for all."""
 
 import errno
+import functools
+import io
 import json
 import os
 import pathlib
@@ -8,13 +10,14 @@ import shutil
 import signal
 import sys
 import threading
+import types
 
 import jax
 import numpy as np
 import pytest
 
-from examples.pretrain.errors import AGAIN, RunError
-from examples.pretrain.operation import logs, processes, run
+from examples.pretrain.errors import AGAIN, Output, RunError, UsageError
+from examples.pretrain.operation import logs, processes, run, rundir
 from examples.pretrain.operation.processes import (
     Stopped,
     StopSignal,
@@ -125,6 +128,72 @@ def test_whose_fault_an_error_is(monkeypatch):
     assert not others_are_gone(of_jax) and not others_are_gone(of_python)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert others_are_gone(of_jax) and not others_are_gone(of_python)
+    assert others_are_gone(ValueError("Gloo: connection closed by peer"))
+
+
+# Processes that are not alike
+
+
+@pytest.fixture
+def claim_in_all(monkeypatch):
+    """Claims a run in threads that stand for processes; what each of them raises."""
+
+    def claim_in_all(*runs):
+        there = threading.Barrier(len(runs), timeout=60)
+        given = [np.zeros(0)] * len(runs)
+
+        def gather(x):
+            given[int(threading.current_thread().name)] = x
+            there.wait()
+            gathered = np.stack(given)
+            there.wait()
+            return gathered
+
+        def claim_one(config, facts):
+            try:
+                data = types.SimpleNamespace(unit="byte", facts=facts)
+                with rundir.claim(config, data):
+                    raised.append("")
+            except UsageError as error:
+                raised.append(str(error))
+
+        raised = []
+        monkeypatch.setattr(jax, "process_count", lambda: len(runs))
+        monkeypatch.setattr(rundir.multihost_utils, "process_allgather", gather)
+        monkeypatch.setattr(
+            rundir, "is_first", lambda: threading.current_thread().name == "0"
+        )
+        threads = [
+            threading.Thread(target=claim_one, args=run, name=str(index))
+            for index, run in enumerate(runs)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return raised
+
+    return claim_in_all
+
+
+def test_all_processes_have_to_be_started_alike(tmp_path, claim_in_all):
+    """All of them end, with the same message, and nothing is written."""
+    config, facts = tiny.config(out=tmp_path / "run", data=("a",)), {"sha256": "ab"}
+    others = {
+        "learning_rate": (tiny.config(out=config.out, learning_rate=0.01), facts),
+        "checkpoint_every": (tiny.config(out=config.out, checkpoint_every=3), facts),
+        "optimizer": (tiny.config(out=config.out, optimizer=("adamw",)), facts),
+        "out": (tiny.config(out=tmp_path / "there"), facts),
+        "sha256": (config, {"sha256": "cd and longer"}),
+    }
+    for name, other in others.items():
+        raised = claim_in_all((config, facts), (config, facts), other)
+        assert len(raised) == 3 and len(set(raised)) == 1
+        assert "process 2 was started in another way" in raised[0]
+        assert f"  {name}: " in raised[0] and raised[0].count(" in process 0") == 1
+    assert not config.out.exists()
+    elsewhere = tiny.config(out=config.out, data=("b",))
+    assert claim_in_all((config, facts), (elsewhere, facts)) == ["", ""]
 
 
 # Signals
@@ -134,11 +203,14 @@ def send(signum):
     os.kill(os.getpid(), signum)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
 def test_the_first_signal_is_answered_at_once_and_a_second_one_acts_as_ever(
     signum, capfd
 ):
-    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(s) for s in SIGNALS]
     with StopSignal() as stop:
         stop.check("Not yet")
         send(signum)
@@ -152,7 +224,61 @@ def test_the_first_signal_is_answered_at_once_and_a_second_one_acts_as_ever(
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
         assert not capfd.readouterr().err
-    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(s) for s in SIGNALS] == before
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As nohup does.
+    with StopSignal() as stop:
+        send(signal.SIGHUP)
+        assert not stop.noted
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("signum", SIGNALS[:2])
+def test_of_several_processes_jax_is_told(signum, monkeypatch, capfd):
+    """By a SIGTERM. All of them stop once JAX says so, and none before."""
+    told = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        processes.multihost_utils, "reached_preemption_sync_point", lambda _: bool(told)
+    )
+    before = signal.signal(signal.SIGTERM, lambda *_: told.append(signal.SIGTERM))
+    with StopSignal() as stop:
+        assert not stop.requested(1)
+        send(signum)
+        assert told == [signal.SIGTERM] and not stop.noted
+        assert stop.requested(2) and stop.noted
+    signal.signal(signal.SIGTERM, before)
+    assert f"{signum.name} received" in capfd.readouterr().err
+
+
+# What is printed
+
+
+def test_names_are_printed_as_they_are():
+    printed = io.StringIO()
+    output = Output(file=printed, width=100)
+    output.print("b[bold]c [/red] :smile:")
+    output.rule("runs/[/red]")
+    assert "b[bold]c [/red] :smile:" in printed.getvalue()
+    assert "runs/[/red]" in printed.getvalue()
+
+
+@pytest.mark.parametrize("code", [errno.EPIPE, errno.ENOSPC, errno.EIO])
+def test_when_nobody_reads_the_output_the_run_goes_on(code, capfd, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, _):
+            raise OSError(code, os.strerror(code))
+
+    given_up = []
+    monkeypatch.setattr(os, "dup2", lambda _, descriptor: given_up.append(descriptor))
+    monkeypatch.setattr(sys, "stdout", types.SimpleNamespace(fileno=lambda: 1))
+    output = Output(file=Closed())
+    for _ in range(2):
+        output.print("Step 1")
+    assert set(given_up) == {1}
+    assert capfd.readouterr().err.count("The run goes on without it") == 1
 
 
 @pytest.mark.extended
@@ -252,21 +378,24 @@ def test_a_row_that_has_no_room_is_an_error(tmp_path):
 
 
 @pytest.mark.extended
-@needs_full
-def test_each_file_of_a_run_in_turn_has_no_room(tmp_path, capsys):
+def test_each_file_of_a_run_in_turn_has_no_room(tmp_path, capsys, monkeypatch):
     """The command says so, and carries on once there is room."""
     data, out = tiny.write_texts(tmp_path / "texts"), tmp_path / "run"
     options = tiny.arguments(data, out, optimizer=("orscale",))
-    names = "config.json.tmp orscale/history.csv orscale/audit.csv orscale/metrics.csv "
-    names += "orscale/result.json.tmp summary.csv.tmp losses.png "
-    names += "orscale/report/report.html"
-    for file in (out / name for name in names.split()):
-        file.parent.mkdir(exist_ok=True, parents=True)
-        file.unlink(missing_ok=True)
-        file.symlink_to(FULL)
-        assert tiny.main(options) == 1, file
+    fsync = os.fsync
+
+    def full(name, descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(out / name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    names = "config.json.tmp orscale/history.csv orscale/audit.csv.tmp "
+    names += "orscale/metrics.csv orscale/result.json.tmp metrics.csv.tmp"
+    for name in names.split():
+        monkeypatch.setattr(os, "fsync", functools.partial(full, name))
+        assert tiny.main(options) == 1, name
         error = capsys.readouterr().err
         assert error.startswith(f"error: {out} cannot be written to: No space"), error
-        file.unlink()
+    monkeypatch.undo()
     assert tiny.main(options) == 0
     assert len(tiny.rows(out / "orscale" / "metrics.csv")) == tiny.TINY["steps"]
