@@ -25,6 +25,7 @@ loss        the cross-entropy of a language model
 data        which files of text or tokens
 batches     which windows of them a step sees
 recipes     runs by name: own text, the demos, the paper's
+curves      the validation losses of a run, as text and as a picture
 operation/  folders, checkpoints, signals, logs and the report
 sample      text that the models of a run write
 ==========  ================================================================

@@ -5,9 +5,9 @@ import io
 import pathlib
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 from rich.table import Table
 
+from examples.pretrain.curves import BASELINE, Curve, as_text, draw
 from examples.pretrain.errors import Output
 from examples.pretrain.operation.rundir import (
     read_csv,
@@ -19,7 +19,6 @@ from examples.pretrain.optimizers import OPTIMIZERS
 from examples.report import write_report
 from orscale_jax.diagnostics.history import FILE_NAME
 
-BASELINE = "adamw"
 Rows = Sequence[Mapping[str, str]]
 
 
@@ -46,6 +45,8 @@ def write(folder: pathlib.Path, console: Output) -> None:
     titles = ("optimizer", f"nats/{facts['unit']}", "accuracy", "s/step")
     for title in (*titles, "reaches AdamW's loss after"):
         shown.add_column(title, justify="right" if shown.columns else "left")
+    curves = {name: Curve.of(rows) for name, rows in metrics.items()}
+    baseline = curves.get(BASELINE)
     for name in metrics:
         last = metrics[name][-1]
         loss, accuracy = float(last["val_loss"]), last.get("val_accuracy")
@@ -54,8 +55,11 @@ def write(folder: pathlib.Path, console: Output) -> None:
             f"{loss:.4f}",
             f"{float(accuracy):.2%}" if accuracy else "",
             f"{float(last['seconds']) / facts['steps']:.3f}",
-            "" if name == BASELINE else reaching(metrics[name], metrics.get(BASELINE)),
+            curves[name].reaching(baseline) if baseline and name != BASELINE else "",
         )
+    if curves:
+        draw(folder / "losses.png", curves, facts["unit"])
+        console.print(as_text(curves))
     console.print(shown)
     for name in metrics:
         history = folder / name / FILE_NAME
@@ -63,19 +67,3 @@ def write(folder: pathlib.Path, console: Output) -> None:
         if read and read[-1]["trust_ratio"]:
             page = write_report(folder / name)
             console.print(f"What {OPTIMIZERS[name].label} did: {page}")
-
-
-def reaching(rows: Rows, of_baseline: Rows | None) -> str:
-    """In words, when an optimizer first comes down to AdamW's final loss, if it does."""
-    if of_baseline is None:
-        return ""
-    validated = [row for row in rows if row["val_loss"]]
-    losses = np.array([float(row["val_loss"]) for row in validated])
-    steps = np.array([int(row["step"]) for row in validated])
-    loss = float(of_baseline[-1]["val_loss"])
-    reached = np.flatnonzero(losses <= loss)
-    if not reached.size:
-        return "not reached"
-    around = slice(max(reached[0] - 1, 0), reached[0] + 1)
-    step = np.interp(-loss, -losses[around], steps[around])
-    return f"{step:.0f} steps ({step / steps[-1]:.0%})"
