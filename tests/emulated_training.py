@@ -1,7 +1,7 @@
 """Training with GPUs' float16 form, emulated: ``python -m tests.emulated_training``.
 
 A model of the bytes of the standard library takes 300 steps of Muon, once with a float32
-Q and twice with the form's: one rounding for each product with a sum, and three. It takes
+Q and twice with the form's: one rounding for each product with a sum, and two. It takes
 a minute or two, and prints the final losses on held-out files, seed by seed.
 """
 
@@ -33,10 +33,10 @@ class Traced(Emulated):
     """The emulation within a compiled program, which keeps no sizes."""
 
     def add_product(self, c, beta, x, y):
-        product = self.product(x, y)
+        scaled = beta * self.product(x, y)
         if self.once:
-            return (c.astype(jnp.float32) + beta * product).astype(self.dtype)
-        return c + jnp.asarray(beta, self.dtype) * product.astype(self.dtype)
+            return (c.astype(jnp.float32) + scaled).astype(self.dtype)
+        return c + scaled.astype(self.dtype)
 
 
 def emulated(once: bool) -> optax.GradientTransformation:
@@ -112,7 +112,7 @@ def main() -> None:
     forms: dict[str, Callable[[], optax.GradientTransformation]] = {
         "float32": lambda: orthogonalize(ns_dtype=jnp.float32),
         "float16, one rounding": lambda: emulated(True),
-        "float16, three roundings": lambda: emulated(False),
+        "float16, two roundings": lambda: emulated(False),
     }
     losses = {}
     for name, polar in forms.items():

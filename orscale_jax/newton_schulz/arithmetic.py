@@ -131,17 +131,12 @@ class Arithmetic:
     ) -> jax.Array:
         """C + βXY in float16, by one kernel of a GPU, whose sums are float32.
 
-        XLA fuses an addition with a product if the product has the dtype of the other
-        array, and that array is none that it would compute in the same kernel.
+        XLA fuses an addition with a product if the product is rounded to the dtype of the
+        other array, and that array is none that it would compute in the same kernel.
         """
-        product = jax.lax.platform_dependent(
-            x,
-            y,
-            # Not F16_F16_F32, which exports to several platforms refuse.
-            cuda=lambda x, y: self._dot(x, y, (-2, -1), Precision.DEFAULT, self.dtype),
-            default=lambda x, y: self.product(x, y).astype(self.dtype),
-        )
-        return jax.lax.optimization_barrier(c + jnp.asarray(beta, self.dtype) * product)
+        # The constant is not rounded to float16: the steps would have other coefficients.
+        product = jnp.asarray(beta, self.accumulator) * self.product(x, y)
+        return jax.lax.optimization_barrier(c + product.astype(self.dtype))
 
     def whole_shape(self, x: jax.Array) -> tuple[int, int]:
         """``(m, n)`` of the matrices, including the columns on other devices."""
