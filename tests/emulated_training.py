@@ -19,8 +19,9 @@ import optax
 from orscale_jax import orthogonalize, scale_by_shape
 from orscale_jax.newton_schulz.arithmetic import Start
 from orscale_jax.newton_schulz.coefficients import PRESETS
-from orscale_jax.newton_schulz.iteration import NewtonSchulz
-from orscale_jax.newton_schulz.monic import monic_newton_schulz, monic_scales
+from orscale_jax.newton_schulz.iteration import monic_newton_schulz
+from orscale_jax.newton_schulz.platforms import GPU, NewtonSchulz
+from orscale_jax.newton_schulz.restarts import monic_scales
 from tests.newton_schulz.test_monic import FLOAT16, Emulated
 
 STEPS, SEEDS, CONTEXT = 300, 6, 8
@@ -42,13 +43,14 @@ class Traced(Emulated):
 def emulated(once: bool) -> optax.GradientTransformation:
     settings = NewtonSchulz.of(5, PRESETS["polar_express"], FLOAT16, "frobenius")
     arithmetic = Traced(FLOAT16, once=once)
-    scales = monic_scales(settings.rows, settings.restarts, arithmetic.scale)
+    restarts = GPU.running(settings).restarts
+    scales = monic_scales(settings.rows, restarts, arithmetic.scale)
 
     def q(m: jax.Array) -> jax.Array:
         x = arithmetic.scale * m / jnp.linalg.norm(m)
         start = Start(x.astype(FLOAT16))
         form = monic_newton_schulz.__wrapped__
-        [q] = form([start], settings.rows, settings.restarts, scales, arithmetic)
+        q = form(start, settings.rows, restarts, scales, arithmetic)
         return q.astype(m.dtype)
 
     return optax.stateless(lambda updates, _: jax.tree.map(q, updates))

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from orscale_jax.distributed.collectives import (
     ColumnGroup,
@@ -28,6 +28,7 @@ from orscale_jax.distributed.costs import (
     ShardedArray,
 )
 from orscale_jax.distributed.mesh import MeshShape, count_devices
+from orscale_jax.distributed.placement import Placement
 from orscale_jax.distributed.plan import plan_buckets
 from orscale_jax.newton_schulz.platforms import Platform
 from orscale_jax.newton_schulz.stacks import polar_in_chunks
@@ -49,12 +50,18 @@ class _Packing:
         self.is_transposed = several and m > n
         self.sent_shape = (n, m) if self.is_transposed else (m, n)
         self.sent_axes = layout.axes[::-1] if self.is_transposed else layout.axes
-        # From (*mesh axes, k, m, n) to (k, *rows, m, *columns, n).
-        at, (rows, columns) = bucket.shard_axes.index, self.sent_axes
-        k = len(bucket.shard_axes)
-        self.order = [k, *map(at, rows), k + 1, *map(at, columns), k + 2]
 
-    def pack(self, shards: Sequence[jax.Array], platform: Platform) -> jax.Array:
+    @property
+    def order(self) -> list[int]:
+        """The order of axes that leads from (*mesh axes, k, m, n) to matrices."""
+        rows, columns = (
+            [self.bucket.shard_axes.index(name) for name in axes]
+            for axes in self.sent_axes
+        )
+        k = len(self.bucket.shard_axes)
+        return [k, *rows, k + 1, *columns, k + 2]
+
+    def pack(self, shards: Sequence[jax.Array]) -> jax.Array:
         """This device's shards of the matrices, ready to be sent."""
         m, n = self.shape
         padded = []
@@ -66,8 +73,7 @@ class _Packing:
             # Zero rows and columns change nothing in the others' results.
             wide = n * self.layout.column_shards - x.shape[-1]
             padded.append(jnp.pad(x, [(0, 0), (0, m - x.shape[-2]), (0, wide)]))
-        stays = self.bucket.group_size == 1
-        x = platform.concatenate(padded) if stays else jnp.concatenate(padded)
+        x = jnp.concatenate(padded)
         x = x.reshape(len(x), m, self.layout.column_shards, -1).swapaxes(1, 2)
         x = x.reshape(-1, m, n)
         return x.mT if self.is_transposed else x
@@ -115,11 +121,10 @@ def on_shards(
     platform: Platform,
     packed: Sequence[jax.Array],
     traced: Mapping[str, jax.Array],
-    mesh: AbstractMesh,
-    slices: Mapping[str, int],
-    specs: Sequence[PartitionSpec],
+    placement: Placement,
 ) -> list[jax.Array]:
-    """Polar factors of packed matrices whose shardings, ``specs``, are known."""
+    """Polar factors of packed matrices."""
+    mesh, slices, specs = placement
     specs = tuple(specs)
     whole = [
         ShardedArray(x.shape, x.dtype, typed_sharding.axes_of(spec, x.ndim))
@@ -154,8 +159,7 @@ def on_each_device(
         [_Packing(layout, bucket, mesh) for layout in bucket.layouts]
         for bucket in plan_exchange(platform, arrays, mesh)
     ]
-    shards = platform.layout(shards)
-    stacks = [_send(shards, group, platform) for group in packings]
+    stacks = [_send(shards, group) for group in packings]
     # The largest first: neighbours then have like sizes.
     order = sorted(range(len(stacks)), key=lambda i: -stacks[i].size)
     columns: dict[int, ColumnGroup | None] = dict.fromkeys(order)
@@ -179,31 +183,25 @@ def on_each_device(
         pieces = [slices[part] for part in parts]
         joined = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
         factors.append(joined.reshape(shard.shape))
-    return platform.layout(factors)
+    return factors
 
 
 def plan_exchange(
     platform: Platform, arrays: Sequence[ShardedArray], mesh: MeshShape
 ) -> tuple[Bucket, ...]:
     """The plan of a mesh for arrays of packed matrices."""
-    # AOL scales the rows of squares.
-    may_transpose = platform.settings.preconditioning != "aol"
-    arrays = [array._replace(may_transpose=may_transpose) for array in arrays]
-    stack_bytes = platform.limits.stack_bytes
-    return plan_buckets(arrays, mesh, stack_bytes, cost_model(platform))
+    return plan_buckets(arrays, mesh, platform.limits.stack_bytes, cost_model(platform))
 
 
 def cost_model(platform: Platform) -> CostModel:
     """The cost model of the iteration; of five plain steps where it is traced."""
-    restarts = platform.iteration.restarts
+    restarts = platform.restarts
     if restarts is None:
         return CostModel(platform.hardware)
     return CostModel(platform.hardware, int(platform.settings.steps), len(restarts) + 1)
 
 
-def _send(
-    shards: Sequence[jax.Array], packings: Sequence[_Packing], platform: Platform
-) -> jax.Array:
+def _send(shards: Sequence[jax.Array], packings: Sequence[_Packing]) -> jax.Array:
     """Exchange shards of all matrices for whole matrices, or column shards, of some.
 
     The last devices of the group receive zeros where there are too few matrices.
@@ -211,7 +209,7 @@ def _send(
     bucket, mesh = packings[0].bucket, packings[0].mesh
     shape = packings[0].sent_shape
     packed = jnp.concatenate(
-        [packing.pack(shards, platform).reshape(-1, *shape) for packing in packings]
+        [packing.pack(shards).reshape(-1, *shape) for packing in packings]
     )
     slots = bucket.matrices_per_device * bucket.group_size
     packed = jnp.pad(packed, [(0, slots - len(packed)), (0, 0), (0, 0)])

@@ -38,26 +38,44 @@ def fuse_small_on_gpu(xs: Sequence[jax.Array]) -> list[jax.Array]:
 
     Large arrays, and arrays on a mesh, are left alone.
     """
+    return _on_gpus(_as_slices, list, xs)
 
-    def sliced(xs: Sequence[jax.Array]) -> list[jax.Array]:
-        alike: dict[Any, list[int]] = {}
-        for i, x in enumerate(xs):
-            if x.size <= _SMALL:
-                alike.setdefault(jax.typeof(x), []).append(i)
-        results = dict(enumerate(xs))
-        for members in alike.values():
-            for start in range(0, len(members), _ARRAYS):
-                some = members[start : start + _ARRAYS]
-                if len(some) == 1:
-                    continue
-                # The first one twice, so that the stack is not read whole: XLA would
-                # compute everything at once, and cut the result with a kernel for each.
-                stack = jnp.stack([xs[i] for i in (*some, some[0])])
-                stack = jax.lax.optimization_barrier(stack)
-                results.update(zip(some, stack, strict=False))
-        return [results[i] for i in range(len(xs))]
 
-    return _on_gpus(sliced, list, xs)
+def read_together(xs: Sequence[jax.Array]) -> list[jax.Array]:
+    """The same arrays; accelerators read the vectors, replicated, by one kernel.
+
+    Otherwise a TPU would take a kernel to read each, and a GPU one to copy each, since it
+    is replaced by its successor.
+    """
+    results = [*xs]
+    vectors = [i for i, x in enumerate(xs) if x.ndim == 1]
+    if len(vectors) > 1:
+        read = jax.lax.platform_dependent(
+            [xs[i] for i in vectors], cpu=list, default=_as_slices
+        )
+        for i, x in zip(vectors, read, strict=True):
+            results[i] = x
+    return results
+
+
+def _as_slices(xs: Sequence[jax.Array]) -> list[jax.Array]:
+    alike: dict[Any, list[int]] = {}
+    for i, x in enumerate(xs):
+        if x.size <= _SMALL:
+            alike.setdefault(jax.typeof(x), []).append(i)
+    results = [*xs]
+    for members in alike.values():
+        for start in range(0, len(members), _ARRAYS):
+            some = members[start : start + _ARRAYS]
+            if len(some) == 1:
+                continue
+            # The first one twice, so that the stack is not read whole: XLA would compute
+            # everything at once, and cut the result with a kernel for each.
+            stack = jnp.stack([xs[i] for i in (*some, some[0])])
+            stack = jax.lax.optimization_barrier(stack)
+            for i, x in zip(some, stack, strict=False):
+                results[i] = x
+    return results
 
 
 def sum_all(

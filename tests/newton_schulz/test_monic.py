@@ -10,11 +10,12 @@ import pytest
 from orscale_jax.newton_schulz.arithmetic import Arithmetic, Start
 from orscale_jax.newton_schulz.coefficients import PRESETS
 from orscale_jax.newton_schulz.iteration import (
-    NewtonSchulz,
     gram_newton_schulz,
+    monic_newton_schulz,
     newton_schulz,
 )
-from orscale_jax.newton_schulz.monic import monic_newton_schulz, monic_scales
+from orscale_jax.newton_schulz.platforms import GPU, TPU, NewtonSchulz
+from orscale_jax.newton_schulz.restarts import monic_scales, restart_steps
 from tests import oracle
 from tests.platforms import on_a_gpu
 from tests.spectra import adversarial, hadamard_bases, random_bases, with_spectrum
@@ -51,13 +52,14 @@ def of_monic_form(
 ):
     """Polar factors of normalized matrices, and the largest number on the way."""
     settings = NewtonSchulz.of(steps, PRESETS[name], dtype, "frobenius")
-    restarts = settings.restarts if restarts is None else restarts
     arithmetic = Emulated(dtype, once=once)
+    if restarts is None:
+        restarts = restart_steps(settings.rows, arithmetic.unit)
     scales = monic_scales(settings.rows, restarts, arithmetic.scale)
     start = Start(jnp.asarray(arithmetic.scale * x, dtype))
     # Not compiled: XLA may leave out roundings.
     form = monic_newton_schulz.__wrapped__
-    [q] = form([start], settings.rows, restarts, scales, arithmetic)
+    q = form(start, settings.rows, restarts, scales, arithmetic)
     return np.asarray(q, np.float64), max(arithmetic.sizes)
 
 
@@ -70,7 +72,7 @@ def of_float32_sums(x, dtype=FLOAT16):
     [q] = gram_newton_schulz(
         [Start(jnp.asarray(s * x, dtype))],
         [(a / s, b / s**3, c / s**5), *others],
-        (settings.restarts,),
+        (restart_steps(settings.rows, arithmetic.unit),),
         (arithmetic,),
     )
     return np.asarray(q, np.float64)
@@ -150,25 +152,6 @@ def test_errors_that_bfloat16_would_have():
     print(f"bfloat16: {before:.3f}, {figures[0]:.3f}, {figures[1]:.3f}")  # With -s.
 
 
-def test_arrays_in_one_batch_have_the_factors_of_each_alone():
-    """Of wide and tall matrices, with and without batch axes."""
-    settings = NewtonSchulz.of(5, "polar_express", FLOAT16, "frobenius")
-    arithmetic, rng = Emulated(FLOAT16), np.random.default_rng(0)
-    scales = monic_scales(settings.rows, settings.restarts, arithmetic.scale)
-
-    def factors(starts):
-        form = monic_newton_schulz.__wrapped__
-        return form(starts, settings.rows, settings.restarts, scales, arithmetic)
-
-    starts = []
-    for shape in ((3, 8, 24), (40, 8), (2, 2, 8, 32), (1, 16, 8)):
-        x = rng.normal(size=shape)
-        x *= arithmetic.scale / np.linalg.norm(x, axis=(-2, -1), keepdims=True)
-        starts.append(Start(jnp.asarray(x, FLOAT16)))
-    for start, q in zip(starts, factors(starts), strict=True):
-        np.testing.assert_array_equal(q, factors([start])[0])
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize("plain", [True, False])
@@ -221,7 +204,7 @@ def test_large_matrices_keep_their_digits_after_many_steps():
 )
 def test_tables_without_a_monic_form_take_the_other(table):
     settings = NewtonSchulz.of(len(table), table, FLOAT16, "frobenius")
-    assert monic_scales(settings.rows, settings.restarts, 2.0**7) is None
+    assert monic_scales(settings.rows, GPU.running(settings).restarts, 2.0**7) is None
     x = np.random.default_rng(0).normal(size=(8, 32))
     assert on_a_gpu(x, FLOAT16, table, len(table)).shape == x.shape
 
@@ -239,10 +222,11 @@ def test_the_derivative_is_that_in_float32():
 
     def directional(dtype):
         settings = NewtonSchulz.of(5, "polar_express", dtype, "frobenius")
-        scale = settings.arithmetic().scale
+        platform = TPU.running(settings)
+        scale = platform.arithmetic().scale
 
         def factor(x):
-            [q] = newton_schulz([scale * x / jnp.linalg.norm(x)], settings)
+            [q] = newton_schulz([scale * x / jnp.linalg.norm(x)], platform)
             return q
 
         return jax.jvp(factor, (x,), (dx,))[1]
