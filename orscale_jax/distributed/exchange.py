@@ -135,26 +135,25 @@ def on_shards(
     sizes = {name: size for name, size in mesh.shape.items() if name not in mapped}
     shape = MeshShape(sizes, {name: slices[name] for name in slices if name in sizes})
 
-    @functools.partial(
-        jax.shard_map,
+    run = jax.shard_map(
+        functools.partial(on_each_device, platform, whole, shape),
         mesh=mesh,
         in_specs=(specs, PartitionSpec()),
         out_specs=specs,
         check_vma=False,
     )
-    def run(shards: Any, traced: Any) -> tuple[jax.Array, ...]:
-        return tuple(on_each_device(platform.with_traced(traced), shards, whole, shape))
-
     return list(run(tuple(packed), dict(traced)))
 
 
 def on_each_device(
     platform: Platform,
-    shards: Sequence[jax.Array],
     arrays: Sequence[ShardedArray],
     mesh: MeshShape,
-) -> Sequence[jax.Array]:
+    shards: Sequence[jax.Array],
+    traced: Mapping[str, jax.Array],
+) -> tuple[jax.Array, ...]:
     """Shards of polar factors, from this device's shards of packed matrices."""
+    platform = platform.with_traced(traced)
     packings = [
         [_Packing(layout, bucket, mesh) for layout in bucket.layouts]
         for bucket in plan_exchange(platform, arrays, mesh)
@@ -183,7 +182,7 @@ def on_each_device(
         pieces = [slices[part] for part in parts]
         joined = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
         factors.append(joined.reshape(shard.shape))
-    return factors
+    return tuple(factors)
 
 
 def plan_exchange(

@@ -41,24 +41,28 @@ def fuse_small_on_gpu(xs: Sequence[jax.Array]) -> list[jax.Array]:
     return _on_gpus(_as_slices, list, xs)
 
 
-def read_together(xs: Sequence[jax.Array]) -> list[jax.Array]:
-    """The same arrays; accelerators read the vectors, replicated, by one kernel.
+def read_together(xs: Sequence[jax.Array], like: Sequence[jax.Array]) -> list[jax.Array]:
+    """The same arrays; accelerators read vectors, which must be replicated, together.
 
-    Otherwise a TPU would take a kernel to read each, and a GPU one to copy each, since it
-    is replaced by its successor.
+    One kernel reads those that belong to arrays ``like`` of one shape. Otherwise a TPU
+    would take a kernel for each, and so would a GPU, to copy what is then replaced.
     """
     results = [*xs]
-    vectors = [i for i, x in enumerate(xs) if x.ndim == 1]
-    if len(vectors) > 1:
-        read = jax.lax.platform_dependent(
-            [xs[i] for i in vectors], cpu=list, default=_as_slices
-        )
-        for i, x in zip(vectors, read, strict=True):
-            results[i] = x
+    vectors: dict[Any, list[int]] = {}
+    for i, x in enumerate(xs):
+        if x.ndim == 1:
+            vectors.setdefault(like[i].shape, []).append(i)
+    for members in vectors.values():
+        if len(members) > 1:
+            some = [xs[i] for i in members]
+            read = jax.lax.platform_dependent(some, cpu=list, default=_as_slices)
+            for i, x in zip(members, read, strict=True):
+                results[i] = x
     return results
 
 
 def _as_slices(xs: Sequence[jax.Array]) -> list[jax.Array]:
+    """The same arrays; small ones of one type are slices of a common array."""
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(xs):
         if x.size <= _SMALL:
@@ -106,7 +110,9 @@ def sum_all(
                 continue
             else:
                 partial[i], rest = _in_one_pass(group, along[-1:]), along[:-1]
-            kind = *map(jax.typeof, partial[i]), rest
+            # Not with arrays of other shapes, whose results would then be computed, and
+            # their operands kept, until the last of all.
+            kind = group[0].shape, *map(jax.typeof, partial[i]), rest
             alike.setdefault(kind, []).append(i)
         for (*_, rest), members in alike.items():
             stack = jnp.stack([x for i in members for x in partial[i]])

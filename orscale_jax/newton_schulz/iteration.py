@@ -31,6 +31,7 @@ from orscale_jax.newton_schulz.restarts import (
     Table,
     is_cheaper,
     monic_scales,
+    restart_steps,
     segment,
 )
 from orscale_jax.sharding import typed_sharding
@@ -65,7 +66,9 @@ def newton_schulz(
             qs[i] = in_a_loop(start, settings, arithmetic)
             continue
         rows, scales = settings.rows, None
-        restarts = platform.restarts or () if by_gram else tuple(range(1, len(rows)))
+        restarts = tuple(range(1, len(rows)))
+        if by_gram:
+            restarts = restart_steps(rows, arithmetic.unit)
         if platform.adds_products and arithmetic.dtype == jnp.float16:
             scales = monic_scales(rows, restarts, arithmetic.scale)
         if scales is None:

@@ -229,8 +229,8 @@ def trust_ratio_stage(
         # D is not the sum that W and Q give by their norms and their product: where they
         # cancel, all digits of that would be lost.
         squares = matrices.sums(jnp.square, params, updates)
-        old = matrices.tree_of(read_together(matrices.leaves(state.numbers)))
-        numbers = matrices.map(next_numbers, old, *squares)
+        old = read_together(matrices.leaves(state.numbers), matrices.leaves(updates))
+        numbers = matrices.map(next_numbers, matrices.tree_of(old), *squares)
         new = CalibratedTrustRatioState(numbers)
         scaled = matrices.map(
             lambda axes, d, ratio: broadcast(axes, ratio, d) * d, updates, new.trust_ratio
