@@ -207,7 +207,9 @@ def describe(
             on_device = nbytes_per_device(optimizer, params)
     return Description(
         tuple(rows),
-        _plan([stage.platform(platform) for stage in stages], planned, shape),
+        _plan([stage.platform(platform) for stage in stages], planned, shape)._replace(
+            is_traced=not all(stage.settings.is_static for stage in stages)
+        ),
         state.shared_bytes,
         words,
         on_device,

@@ -264,6 +264,11 @@ class Description:
             notes.append(f"Newton–Schulz on {self.mesh}")
         elif self.plan.groups:
             notes.append("stacks for Newton–Schulz")
+        if self.plan.is_traced:
+            notes.append(
+                "in its slow form: ns_steps or ns_coeffs is traced; if by "
+                "optax.inject_hyperparams, name it in static_args"
+            )
         notes += [_of_group(group, bool(self.mesh)) for group in self.plan.groups]
         notes += [_of_cost(self.plan)] if self.mesh and self.plan.groups else []
         notes += [] if self.certificate is None else ["", str(self.certificate)]

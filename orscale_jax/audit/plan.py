@@ -53,6 +53,7 @@ class Plan(NamedTuple):
       seconds: The time of the busiest device, with all transfers.
       transfer_seconds: The time of the transfers alone, which is that of every device.
       exposed_seconds: What of that no schedule hides behind products.
+      is_traced: Whether steps or coefficients are traced, and Newton–Schulz is slower.
     """
 
     groups: tuple[Group, ...]
@@ -62,6 +63,7 @@ class Plan(NamedTuple):
     seconds: float = 0.0
     transfer_seconds: float = 0.0
     exposed_seconds: float = 0.0
+    is_traced: bool = False
 
     @classmethod
     def of(
