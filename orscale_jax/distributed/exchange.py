@@ -60,7 +60,7 @@ class _Packing:
         k = len(self.bucket.shard_axes)
         return [k, *rows, k + 1, *columns, k + 2]
 
-    def pack(self, shards: Sequence[jax.Array]) -> jax.Array:
+    def pack(self, shards: Sequence[jax.Array], platform: Platform) -> jax.Array:
         """This device's shards of the matrices, ready to be sent."""
         m, n = self.shape
         padded = []
@@ -72,7 +72,8 @@ class _Packing:
             # Zero rows and columns change nothing in the others' results.
             wide = n * self.layout.column_shards - x.shape[-1]
             padded.append(jnp.pad(x, [(0, 0), (0, m - x.shape[-2]), (0, wide)]))
-        x = jnp.concatenate(padded)
+        stays = self.bucket.group_size == 1
+        x = platform.concatenate(padded) if stays else jnp.concatenate(padded)
         x = x.reshape(len(x), m, self.layout.column_shards, -1).swapaxes(1, 2)
         x = x.reshape(-1, m, n)
         return x.mT if self.is_transposed else x
@@ -157,7 +158,8 @@ def on_each_device(
         [_Packing(layout, bucket, mesh) for layout in bucket.layouts]
         for bucket in plan_exchange(platform, arrays, mesh)
     ]
-    stacks = [_send(shards, group) for group in packings]
+    shards = platform.layout(shards)
+    stacks = [_send(shards, group, platform) for group in packings]
     # The largest first: neighbours then have like sizes.
     order = sorted(range(len(stacks)), key=lambda i: -stacks[i].size)
     columns: dict[int, ColumnGroup | None] = dict.fromkeys(order)
@@ -181,7 +183,7 @@ def on_each_device(
         pieces = [slices[part] for part in parts]
         joined = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
         factors.append(joined.reshape(shard.shape))
-    return tuple(factors)
+    return tuple(platform.layout(factors))
 
 
 def plan_exchange(
@@ -199,7 +201,9 @@ def cost_model(platform: Platform) -> CostModel:
     return CostModel(platform.hardware, int(platform.settings.steps), len(restarts) + 1)
 
 
-def _send(shards: Sequence[jax.Array], packings: Sequence[_Packing]) -> jax.Array:
+def _send(
+    shards: Sequence[jax.Array], packings: Sequence[_Packing], platform: Platform
+) -> jax.Array:
     """Exchange shards of all matrices for whole matrices, or column shards, of some.
 
     The last devices of the group receive zeros where there are too few matrices.
@@ -207,7 +211,7 @@ def _send(shards: Sequence[jax.Array], packings: Sequence[_Packing]) -> jax.Arra
     bucket, mesh = packings[0].bucket, packings[0].mesh
     shape = packings[0].sent_shape
     packed = jnp.concatenate(
-        [packing.pack(shards).reshape(-1, *shape) for packing in packings]
+        [packing.pack(shards, platform).reshape(-1, *shape) for packing in packings]
     )
     slots = bucket.matrices_per_device * bucket.group_size
     packed = jnp.pad(packed, [(0, slots - len(packed)), (0, 0), (0, 0)])

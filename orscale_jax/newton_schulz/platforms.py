@@ -7,6 +7,8 @@ compiled and not when it is traced: :func:`on_any_platform` gives each its branc
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
@@ -27,6 +29,7 @@ from orscale_jax.newton_schulz.fusion import (
     by_rows,
     fuse_small_on_gpu,
     sum_all,
+    with_layout,
 )
 from orscale_jax.newton_schulz.hardware import H100, TPU_V5P, VIRTUAL, Hardware
 from orscale_jax.newton_schulz.restarts import Table, restart_steps
@@ -121,6 +124,8 @@ class Platform:
     # Whether it may not see the offsets of a stack's entries, so that the kernels of all
     # leaves in a stack are equal, too.
     hides_offsets: bool = False
+    # Whether stacks are filled in place, and shards keep the layout of parameters.
+    keeps_layouts: bool = False
     settings: NewtonSchulz = DEFAULTS  # The iteration that the user has chosen.
 
     def running(self, settings: NewtonSchulz, stack_bytes: int | None = None) -> Self:
@@ -207,6 +212,24 @@ class Platform:
             return qs
         return [by_rows(q) if q.shape[-2] > q.shape[-1] else q for q in qs]
 
+    def concatenate(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """A stack of matrices that do not leave their device."""
+        if not self.keeps_layouts:
+            return jnp.concatenate(parts)
+        # XLA for TPUs computes the parts of a short concatenation first, and then copies
+        # them: here each is computed in its place.
+        if len(parts) == 1:
+            return parts[0]
+        lengths = [len(part) for part in parts]
+        joined = jax.lax.empty((sum(lengths), *parts[0].shape[1:]), parts[0].dtype)
+        for start, part in zip(itertools.accumulate([0, *lengths]), parts, strict=False):
+            joined = jax.lax.dynamic_update_slice_in_dim(joined, part, start, axis=0)
+        return joined
+
+    def layout(self, shards: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Shards before they are sent, and their factors as soon as they return."""
+        return [*map(parameter_layout, shards)] if self.keeps_layouts else shards
+
 
 # One large product already keeps a CPU's caches and cores busy.
 CPU = Platform(
@@ -233,6 +256,7 @@ TPU = Platform(
     Limits(stack_bytes=2**24, chunk_bytes=2**24, interleave=2),
     TPU_V5P,
     hides_coefficients=True,
+    keeps_layouts=True,
 )
 PLATFORMS = {"cpu": CPU, "gpu": GPU, "tpu": TPU}
 
@@ -247,3 +271,22 @@ def on_any_platform(branch: Branch, chosen: Any, *operands: Any) -> list[jax.Arr
 
 # Outside of `jax.jit`, a program that is compiled at the first call.
 compiled_on_any_platform: Branch = jax.jit(on_any_platform, static_argnums=(0, 1))
+
+
+def parameter_layout(x: jax.Array) -> jax.Array:
+    """Keep an array in the layout that a parameter of its shape has on TPUs.
+
+    It orders the last two axes so that they take less padding. The compiler may otherwise
+    choose the order that suits a result, and transpose the gradient and the
+    momentum, in float32.
+    """
+    if x.ndim < 2:
+        return x
+
+    def padded(rows: int, columns: int) -> int:  # To whole tiles of 8 by 128.
+        return math.ceil(rows / 8) * math.ceil(columns / 128)
+
+    *batch, m, n = range(x.ndim)
+    rows, columns = x.shape[-2:]
+    swapped = padded(columns, rows) < padded(rows, columns)
+    return with_layout(x, (*batch, n, m) if swapped else (*batch, m, n))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,14 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import describe, orthogonalize, polar_factor
 from orscale_jax.newton_schulz import stacks
-from orscale_jax.newton_schulz.fusion import by_rows
-from orscale_jax.newton_schulz.platforms import CPU, GPU, PLATFORMS, TPU, Limits
+from orscale_jax.newton_schulz.platforms import (
+    CPU,
+    GPU,
+    PLATFORMS,
+    TPU,
+    Limits,
+    parameter_layout,
+)
 from orscale_jax.newton_schulz.stacks import StackKey, plan_stacks, polar_in_chunks
 from tests import leaves, oracle
 from tests.platforms import orthogonalize_as
@@ -122,6 +129,13 @@ def test_chunks(max_bytes, interleave, monkeypatch):
         np.testing.assert_array_equal(result, x + 1)
 
 
+@pytest.mark.parametrize("lengths", [(1,), (1, 1), (2, 1, 3)])
+def test_join_in_place_concatenates(lengths):
+    rng = np.random.default_rng(0)
+    parts = [jnp.asarray(rng.normal(size=(length, 3, 5)), HALF) for length in lengths]
+    np.testing.assert_array_equal(TPU.concatenate(parts), jnp.concatenate(parts))
+
+
 # Of another scale than 1: TPUs normalize before they stack.
 SHAPES = {
     "wide": (20, 8, 16),
@@ -212,10 +226,30 @@ def test_a_mesh(kind, platform, spec):
     assert types_of(found) == types_of(sharded)
 
 
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    "shape, minor_to_major",
+    [
+        ((256, 704), [0, 1]),  # 704 columns would be padded to 768.
+        ((704, 256), [1, 0]),
+        ((256, 256), [1, 0]),
+        ((3, 256, 704), [1, 2, 0]),
+        ((8, 100), [1, 0]),  # Twice 128 columns, but sixteen times 8 rows.
+        ((100, 8), [0, 1]),
+    ],
+)
+def test_the_order_that_takes_less_padding(shape, minor_to_major):
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    text = jax.jit(parameter_layout).lower(x).as_text()
+    [found] = re.findall(r"result_layouts = \[dense<(\[.*?\])>", text)
+    assert found == str(minor_to_major)
+
+
 @pytest.mark.extended
 def test_values_and_derivatives_of_a_layout():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 24)), jnp.float32)
-    np.testing.assert_array_equal(jax.jit(by_rows)(x), x)
-    np.testing.assert_array_equal(jax.vmap(by_rows)(x), x)
-    gradient = jax.grad(lambda x: jnp.sum(by_rows(x) ** 2))(x)
+    np.testing.assert_array_equal(jax.jit(parameter_layout)(x), x)
+    np.testing.assert_array_equal(jax.vmap(parameter_layout)(x), x)
+    np.testing.assert_array_equal(parameter_layout(x[0, 0]), x[0, 0])
+    gradient = jax.grad(lambda x: jnp.sum(parameter_layout(x) ** 2))(x)
     np.testing.assert_array_equal(gradient, 2 * x)
