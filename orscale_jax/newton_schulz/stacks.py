@@ -3,8 +3,8 @@
 An accelerator runs few large kernels faster than many small ones, and they compile once
 for all layers. The price of a stack of matrices of one shape is a copy into it, a copy
 out of it, and its memory, which is limited. A CPU takes the matrices of a stack one after
-another, and saves only compile time; the leaves in a stack are limited, since XLA
-compiles one kernel for each position in it.
+another, and saves only compile time; the leaves in a stack are limited, since one kernel
+fills it from all of them.
 """
 
 import functools
