@@ -15,8 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import validate
-from orscale_jax.distributed.engine import PolarOptions
-from orscale_jax.distributed.slow_links import SlowAxes, without_devices
+from orscale_jax.distributed.placement import SlowAxes, without_devices
 from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding.param_shardings import ParamShardings, ParamSpecs
@@ -34,7 +33,7 @@ from orscale_jax.transforms.momentum import (
     is_int8,
     momentum_stage,
 )
-from orscale_jax.transforms.orthogonalize import orthogonalize_stage, polar_options
+from orscale_jax.transforms.orthogonalize import PolarOptions, orthogonalize_stage
 from orscale_jax.transforms.stages import (
     CONSISTENT_RMS,
     MATRICES_ONLY,
@@ -75,7 +74,8 @@ class Arguments:
       weight_decay_mask: Which parameters decay. None: all of them. ``"matrices"``: only
         the matrices. Or a tree of booleans, a prefix of one, or a callable from the
         parameters to one.
-      ns_steps: The number k of Newton–Schulz steps, at least 1.
+      ns_steps: The number k of Newton–Schulz steps, at least 1. None: 5. A traced number
+        takes the plain iteration, which is slower.
       ns_coeffs: The coefficients: ``"polar_express"``, ``"jordan"``, ``"dion"``,
         ``"deepseek_v4"`` (with ``ns_steps=10``) or a table of your own. See
         :func:`~orscale_jax.polar_factor`.
@@ -137,7 +137,7 @@ class Arguments:
     mu_dtype: DTypeLike | None = None
     weight_decay: ScalarOrSchedule = WEIGHT_DECAY
     weight_decay_mask: Mask | None = None
-    ns_steps: int | jax.Array = 5
+    ns_steps: int | jax.Array | None = None
     ns_coeffs: Coefficients = "polar_express"
     ns_dtype: DTypeLike | None = None
     ns_preconditioning: str = "frobenius"
@@ -210,7 +210,7 @@ class Arguments:
     @functools.cached_property
     def polar_options(self) -> PolarOptions:
         settings = self.ns_steps, self.ns_coeffs, self.ns_dtype, self.ns_preconditioning
-        return polar_options(*settings, self.mesh, self.slow_axes)
+        return PolarOptions.of(*settings, self.mesh, self.slow_axes)
 
     @property
     def scale(self) -> Scale:

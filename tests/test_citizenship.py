@@ -1,7 +1,9 @@
 """What every Optax transformation owes its users, for each optimizer."""
 
+import collections
 import functools
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -276,7 +278,7 @@ def test_schedules_are_followed(build):
 def test_inject_hyperparams_without_static_args(name):
     factory = OPTIMIZERS[name]
     params, grads = ({key: tree(seed)[key] for key in ("w", "b")} for seed in (0, 1))
-    injected = optax.inject_hyperparams(factory)(learning_rate=1e-3)
+    injected = optax.inject_hyperparams(factory)(learning_rate=1e-3, ns_steps=5)
     state = jax.jit(injected.init)(params)
     update = jax.jit(chex.assert_max_traces(injected.update, 1))
 
@@ -293,6 +295,54 @@ def test_inject_hyperparams_without_static_args(name):
     state.hyperparams["ns_steps"] = jnp.asarray(7)
     state.hyperparams["weight_decay"] = jnp.float32(0.3)
     assert_as(factory(2e-3, ns_steps=7, weight_decay=0.3), "w")
+
+
+LARGER = {"w": (24, 64), "v": (24, 64), "t": (64, 24), "s": (32, 32), "b": (16,)}
+WRAPPED = {
+    "alone": lambda build: build(1e-3),
+    "MultiSteps": lambda build: optax.MultiSteps(build(1e-3), 4),
+    "partition": lambda build: optax.partition(
+        {True: build(1e-3), False: optax.sgd(0.1)}, {name: name != "v" for name in LARGER}
+    ),
+    "masked": lambda build: optax.masked(
+        build(1e-3), {name: name != "v" for name in LARGER}
+    ),
+}
+
+
+def on_matrices(optimizer, platform):
+    """How often a program has each operation on matrices, and its number of loops."""
+    params = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in LARGER.items()}
+    state = jax.eval_shape(optimizer.init, params)
+    traced = jax.jit(optimizer.update).trace(params, state, params)
+    counts = collections.Counter()
+    for line in traced.lower(lowering_platforms=(platform,)).as_text().splitlines():
+        [operation] = re.findall(r"= \"?stablehlo\.(\w+)", line) or [None]
+        shapes = re.findall(r"tensor<(\d+x\d\w+)>", line)
+        # A scalar that is an array is broadcast, and one that is known a constant.
+        known = operation in (None, "constant", "broadcast_in_dim")
+        if operation == "while" or (shapes and not known):
+            counts[operation, *sorted(set(shapes))] += 1
+    return counts
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize(
+    "name, where",
+    [
+        ("muon", "alone"),
+        *((name, "alone") for name in OPTIMIZERS if name != "muon"),
+        *(("orscale", where) for where in WRAPPED if where != "alone"),
+    ],
+)
+def test_inject_hyperparams_changes_no_form_of_the_program(name, where):
+    """It makes arrays of all defaults that are numbers; no form may depend on one."""
+    build, wrap = OPTIMIZERS[name], WRAPPED[where]
+    for platform in ("cpu", "cuda", "tpu"):
+        found = on_matrices(wrap(optax.inject_hyperparams(build)), platform)
+        expected = on_matrices(wrap(build), platform)
+        assert found == expected
+        assert sum(n for key, n in found.items() if key[0] == "dot_general") > 9
 
 
 @pytest.mark.parametrize("argument", ["mu_dtype", "ns_dtype"])

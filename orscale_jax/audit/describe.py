@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -26,10 +27,9 @@ from orscale_jax.audit.state import (
     nbytes_per_device,
 )
 from orscale_jax.distributed.costs import Bucket, ShardedArray
-from orscale_jax.distributed.engine import PolarOptions
 from orscale_jax.distributed.exchange import cost_model, plan_exchange
 from orscale_jax.distributed.mesh import MeshShape
-from orscale_jax.distributed.slow_links import slices_of_mesh
+from orscale_jax.distributed.placement import slices_of_mesh
 from orscale_jax.newton_schulz.platforms import DEFAULTS, Platform
 from orscale_jax.newton_schulz.stacks import StackKey, plan_stacks
 from orscale_jax.optimizers import muon
@@ -37,6 +37,7 @@ from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import UndecidedError
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import ADAMW, MATRIX, compute_dtype
+from orscale_jax.transforms.orthogonalize import PolarOptions
 from orscale_jax.transforms.stages import Scale
 from orscale_jax.transforms.trust_ratio import NUMBERS
 from orscale_jax.trees.boxes import PyTree, trained, unbox
@@ -157,7 +158,9 @@ def describe(
     platform = _platform(leaf_of.values())
     return Description(
         tuple(rows),
-        _plan([stage.platform(platform) for stage in stages], planned, shape),
+        _plan([stage.platform(platform) for stage in stages], planned, shape)._replace(
+            is_traced=not all(stage.settings.is_static for stage in stages)
+        ),
         state.shared_bytes,
         words,
         on_device,
@@ -344,11 +347,13 @@ def _plan(
             of_buckets += [names] * (len(buckets) - len(of_buckets))
             continue
         keys = [StackKey((*x.shape[:-2], *sorted(x.shape[-2:])), x.dtype) for x in arrays]
-        limits = platform.limits
-        for members in plan_stacks(keys, limits.stack_bytes, limits.stack_length):
-            *batch, m, n = keys[members[0]].shape
-            matrices = (len(members) * math.prod(batch), m, n, 1)
-            groups.append(Group(tuple(names[i] for i in members), (matrices,)))
+        for members in plan_stacks(keys, platform.limits):
+            shapes = Counter(keys[i].shape for i in members)
+            matrices = tuple(
+                (count * math.prod(batch), m, n, 1)
+                for (*batch, m, n), count in shapes.items()
+            )
+            groups.append(Group(tuple(names[i] for i in members), matrices))
     if mesh is None:
         return Plan(tuple(groups))
     return Plan.of(buckets, of_buckets, cost_model(stages[0]))

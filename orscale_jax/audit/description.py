@@ -357,8 +357,13 @@ def _of_plan(plan: Plan, mesh: str) -> str:
     """The groups, and on a mesh what a step costs."""
     if not plan.groups:
         return ""
-    heading = f"Newton–Schulz on {mesh}" if mesh else "stacks for Newton–Schulz"
-    lines = [heading, *(_of_group(group, bool(mesh)) for group in plan.groups)]
+    lines = [f"Newton–Schulz on {mesh}" if mesh else "stacks for Newton–Schulz"]
+    if plan.is_traced:
+        lines.append(
+            "in its slow form: ns_steps or ns_coeffs is traced; if by "
+            "optax.inject_hyperparams, name it in static_args"
+        )
+    lines += [_of_group(group, bool(mesh)) for group in plan.groups]
     return "\n".join([*lines, _of_cost(plan)] if mesh else lines)
 
 

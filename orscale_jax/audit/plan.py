@@ -47,6 +47,7 @@ class Plan(NamedTuple):
       slow_bytes: The bytes that each device sends to other slices.
       seconds: The time of the busiest device, with all transfers.
       transfer_seconds: The time of the transfers alone, which is that of every device.
+      is_traced: Whether steps or coefficients are traced, and Newton–Schulz is slower.
     """
 
     groups: tuple[Group, ...]
@@ -55,6 +56,7 @@ class Plan(NamedTuple):
     slow_bytes: int = 0
     seconds: float = 0.0
     transfer_seconds: float = 0.0
+    is_traced: bool = False
 
     @classmethod
     def of(

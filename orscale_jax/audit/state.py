@@ -11,7 +11,6 @@ import optax
 from optax.transforms import MaskedState, PartitionState
 
 from orscale_jax import validate
-from orscale_jax.distributed.engine import PolarOptions
 from orscale_jax.family.sphere import InitialNormState
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import SHAPE, decisions, is_axes_leaf
@@ -64,7 +63,7 @@ class AbstractState(NamedTuple):
 
     kept: Mapping[Any, ParameterState]  # By the path of the parameter.
     shared_bytes: int  # Of what belongs to no parameter.
-    polar: Sequence[PolarOptions]  # Of the stages that orthogonalize.
+    polar: Sequence[orthogonalize.PolarOptions]  # Of the stages that orthogonalize.
 
     @classmethod
     def of(cls, optimizer: Any, params: PyTree) -> "AbstractState":

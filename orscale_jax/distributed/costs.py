@@ -80,21 +80,6 @@ class ShardedArray(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     axes: tuple[MeshAxes, ...]  # For each of its axes, those over which it is sharded.
-    may_transpose: bool = True  # Whether square matrices may be sent transposed.
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether its matrices are sent as they are, and not as their transposes.
-
-        Squares sharded by columns are sent transposed, so that they can share a bucket
-        with wide matrices. So are those sharded by both whose mesh axes are out of order.
-        """
-        *_, m, n = self.shape
-        *_, rows, columns = self.axes
-        by_columns_alone = bool(columns) and not rows
-        out_of_order = bool(columns) and rows > columns
-        transposed = self.may_transpose and (by_columns_alone or out_of_order)
-        return m < n or (m == n and not transposed)
 
 
 class MatrixRange(NamedTuple):
@@ -218,7 +203,8 @@ class Bucket(NamedTuple):
         summed = m**2 * (max(4, itemsize) + itemsize) * others // self.column_shards
         ring = (segments * summed, segments * 2 * others)
         neighbours = shards if of_shards > 1 else self.group_size // of_replicas
-        if neighbours % self.column_shards > 0:
+        crosses_slices = neighbours % self.column_shards > 0
+        if crosses_slices:
             added = Traffic(slow_bytes=ring[0], slow_messages=ring[1])
         else:
             added = Traffic(fast_bytes=ring[0], fast_messages=ring[1])

@@ -8,11 +8,10 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from orscale_jax.distributed.collectives import (
     ColumnGroup,
@@ -28,6 +27,7 @@ from orscale_jax.distributed.costs import (
     ShardedArray,
 )
 from orscale_jax.distributed.mesh import MeshShape, count_devices
+from orscale_jax.distributed.placement import Placement
 from orscale_jax.distributed.plan import plan_buckets
 from orscale_jax.newton_schulz.platforms import Platform
 from orscale_jax.newton_schulz.stacks import polar_in_chunks
@@ -49,10 +49,16 @@ class _Packing:
         self.is_transposed = several and m > n
         self.sent_shape = (n, m) if self.is_transposed else (m, n)
         self.sent_axes = layout.axes[::-1] if self.is_transposed else layout.axes
-        # From (*mesh axes, k, m, n) to (k, *rows, m, *columns, n).
-        at, (rows, columns) = bucket.shard_axes.index, self.sent_axes
-        k = len(bucket.shard_axes)
-        self.order = [k, *map(at, rows), k + 1, *map(at, columns), k + 2]
+
+    @property
+    def order(self) -> list[int]:
+        """The order of axes that leads from (*mesh axes, k, m, n) to matrices."""
+        rows, columns = (
+            [self.bucket.shard_axes.index(name) for name in axes]
+            for axes in self.sent_axes
+        )
+        k = len(self.bucket.shard_axes)
+        return [k, *rows, k + 1, *columns, k + 2]
 
     def pack(self, shards: Sequence[jax.Array], platform: Platform) -> jax.Array:
         """This device's shards of the matrices, ready to be sent."""
@@ -115,11 +121,10 @@ def on_shards(
     platform: Platform,
     packed: Sequence[jax.Array],
     traced: Mapping[str, jax.Array],
-    mesh: AbstractMesh,
-    slices: Mapping[str, int],
-    specs: Sequence[PartitionSpec],
+    placement: Placement,
 ) -> list[jax.Array]:
-    """Polar factors of packed matrices whose shardings, ``specs``, are known."""
+    """Polar factors of packed matrices."""
+    mesh, slices, specs = placement
     specs = tuple(specs)
     whole = [
         ShardedArray(x.shape, x.dtype, typed_sharding.axes_of(spec, x.ndim))
@@ -130,26 +135,25 @@ def on_shards(
     sizes = {name: size for name, size in mesh.shape.items() if name not in mapped}
     shape = MeshShape(sizes, {name: slices[name] for name in slices if name in sizes})
 
-    @functools.partial(
-        jax.shard_map,
+    run = jax.shard_map(
+        functools.partial(on_each_device, platform, whole, shape),
         mesh=mesh,
         in_specs=(specs, PartitionSpec()),
         out_specs=specs,
         check_vma=False,
     )
-    def run(shards: Any, traced: Any) -> tuple[jax.Array, ...]:
-        return tuple(on_each_device(platform.with_traced(traced), shards, whole, shape))
-
     return list(run(tuple(packed), dict(traced)))
 
 
 def on_each_device(
     platform: Platform,
-    shards: Sequence[jax.Array],
     arrays: Sequence[ShardedArray],
     mesh: MeshShape,
-) -> Sequence[jax.Array]:
+    shards: Sequence[jax.Array],
+    traced: Mapping[str, jax.Array],
+) -> tuple[jax.Array, ...]:
     """Shards of polar factors, from this device's shards of packed matrices."""
+    platform = platform.with_traced(traced)
     packings = [
         [_Packing(layout, bucket, mesh) for layout in bucket.layouts]
         for bucket in plan_exchange(platform, arrays, mesh)
@@ -179,23 +183,19 @@ def on_each_device(
         pieces = [slices[part] for part in parts]
         joined = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
         factors.append(joined.reshape(shard.shape))
-    return platform.layout(factors)
+    return tuple(platform.layout(factors))
 
 
 def plan_exchange(
     platform: Platform, arrays: Sequence[ShardedArray], mesh: MeshShape
 ) -> tuple[Bucket, ...]:
     """The plan of a mesh for arrays of packed matrices."""
-    # AOL scales the rows of squares.
-    may_transpose = platform.settings.preconditioning != "aol"
-    arrays = [array._replace(may_transpose=may_transpose) for array in arrays]
-    stack_bytes = platform.limits.stack_bytes
-    return plan_buckets(arrays, mesh, stack_bytes, cost_model(platform))
+    return plan_buckets(arrays, mesh, platform.limits.stack_bytes, cost_model(platform))
 
 
 def cost_model(platform: Platform) -> CostModel:
     """The cost model of the iteration; of five plain steps where it is traced."""
-    restarts = platform.iteration.restarts
+    restarts = platform.restarts
     if restarts is None:
         return CostModel(platform.hardware)
     return CostModel(platform.hardware, int(platform.settings.steps), len(restarts) + 1)

@@ -91,8 +91,8 @@ def _group_alike(
         batch_axes = frozenset(name for axes in array.axes[:-2] for name in axes)
         held = math.prod(array.shape[:-2]) // count_devices(batch_axes, mesh.factors)
         # Transposing matrices that stay where they are would cost a copy for nothing.
-        transposed = not (batch_axes.issuperset(mesh.factors) or array.is_wide)
         shape, sides = array.shape[-2:], array.axes[-2:]
+        transposed = shape[0] > shape[1] and not batch_axes.issuperset(mesh.factors)
         if transposed:
             shape, sides = shape[::-1], sides[::-1]
         part = MatrixRange(index, 0, held, transposed)
@@ -130,11 +130,13 @@ def _repeated(bucket: Bucket, mesh: MeshShape) -> Iterator[Bucket]:
     ]
     for sharing in ways:
         yield bucket.shared_along(sharing, mesh)
-    for first, *others in filter(None, ways):
-        length, least = mesh.factors[first], 2 if first in mesh.slow else SMALLEST_PART
-        for groups in _divisors(length)[1:] if first in optional else ():
-            if length // groups >= least:
-                yield bucket.shared_along((first, *others), mesh, groups)
+    for sharing in ways:
+        if sharing and sharing[0] in optional:
+            first, length = sharing[0], mesh.factors[sharing[0]]
+            least = 2 if first in mesh.slow else SMALLEST_PART
+            for groups in _divisors(length)[1:]:
+                if length // groups >= least:
+                    yield bucket.shared_along(sharing, mesh, groups)
 
 
 @functools.cache

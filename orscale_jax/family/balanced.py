@@ -24,11 +24,11 @@ class _Aurora(MuonArguments):
     r"""The arguments of :func:`aurora`.
 
     Args:
-      pp_iterations: Passes through Newton–Schulz, at least 1. May be traced.
+      pp_iterations: Passes through Newton–Schulz, at least 1. None: 2. May be traced.
       pp_beta: The exponent :math:`\beta`, at least 0. 0.5 divides by the norms of U.
     """
 
-    pp_iterations: int | jax.Array = 2
+    pp_iterations: int | jax.Array | None = None  # No number: a wrapper would trace it.
     pp_beta: ArrayLike = 0.5
 
 
@@ -71,9 +71,8 @@ def aurora(h: _Aurora) -> Optimizer:
     """
 
     def chain(s: Stages) -> optax.GradientTransformation:
-        return muon_chain(
-            s, balanced_polar_stage(s.polar, h.pp_iterations, h.pp_beta, s.matrices)
-        )
+        passes = 2 if h.pp_iterations is None else h.pp_iterations
+        return muon_chain(s, balanced_polar_stage(s.polar, passes, h.pp_beta, s.matrices))
 
     return build(chain, h)
 

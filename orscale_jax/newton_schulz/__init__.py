@@ -7,13 +7,12 @@ over them.
 ============  ========================================================================
 polar         the public ``polar_factor``, of one array
 stacks        many arrays on one device: stacks and chunks
-platforms     what each platform does with matrices, a row for each
+iteration     the forms of the iteration
+platforms     the settings, and what each platform does with matrices, a row for each
 hardware      the rates of chips, by which the plans of a mesh are compared
-iteration     the settings and forms of the iteration
-monic         the form in float16, whose products a GPU adds up as it computes them
 coefficients  presets, tables of coefficients, and the construction of optimal ones
 arithmetic    rounding, products, normalization and AOL
-restarts      where the Gram form restarts, and when it is cheaper (NumPy)
+restarts      where the Gram form restarts, what it costs, how large it gets (NumPy)
 fusion        small results of many arrays in few GPU kernels; layouts
 ============  ========================================================================
 

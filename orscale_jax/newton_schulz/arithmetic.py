@@ -25,7 +25,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -41,15 +41,31 @@ _STRIPS = 3
 _SMALLEST_IN_STRIPS = 384
 
 
+class Columns(Protocol):
+    """The devices that share matrices by columns: all that numerics know of a mesh."""
+
+    @property
+    def shards(self) -> int:
+        """The number of devices that share a matrix."""
+        ...
+
+    def reduce(self, collective: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+        """``jax.lax.psum``, or another, over the devices that share a matrix."""
+        ...
+
+    def sum_matrices(
+        self, x: jax.Array, rounded: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """The sum of matrices of shape (m, n): added as they are, gathered rounded."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
     """The dtypes and the form of matrix products."""
 
     dtype: jnp.dtype  # Of the operands.
-    # The devices that hold the other columns of the matrices, if any, as a ColumnGroup of
-    # distributed/collectives.py: all that the numerics know of a mesh is how to sum over
-    # them.
-    columns: Any = None
+    columns: Columns | None = None  # None for whole matrices.
     # Whether large symmetric products are computed in strips, and the part below the
     # diagonal copied from the part above it.
     by_strips: bool = False
@@ -107,23 +123,16 @@ class Arithmetic:
         """
         if symmetric and self.by_strips and x.shape[axes[0]] >= _SMALLEST_IN_STRIPS:
             return self._in_strips(x, y, axes)
-        # By default float32 products run in bfloat16 (TPU) or TF32 (GPU). None would be
-        # jax_default_matmul_precision, which may narrow operands and sums.
-        precision = Precision.DEFAULT if self.narrow else Precision.HIGHEST
-        return self._dot(x, y, axes, precision, self.accumulator)
-
-    def _dot(
-        self, x: jax.Array, y: jax.Array, axes: Axes, precision: Any, dtype: jnp.dtype
-    ) -> jax.Array:
-        batch = range(x.ndim - 2)
-        in_x, in_y = ((x.ndim - 3 - axis,) for axis in axes)
+        batch, (row, column) = range(x.ndim - 2), axes
         # jnp.einsum gives the same program, but takes longer to trace.
         return jax.lax.dot_general(
             x,
             y,
-            ((in_x, in_y), (batch, batch)),
-            precision=precision,
-            preferred_element_type=dtype,
+            (((x.ndim - 3 - row,), (x.ndim - 3 - column,)), (batch, batch)),
+            # By default float32 products run in bfloat16 (TPU) or TF32 (GPU). None would
+            # be jax_default_matmul_precision, which may narrow operands and sums.
+            precision=Precision.DEFAULT if self.narrow else Precision.HIGHEST,
+            preferred_element_type=self.accumulator,
         )
 
     def add_product(
@@ -131,21 +140,12 @@ class Arithmetic:
     ) -> jax.Array:
         """C + βXY in float16, by one kernel of a GPU, whose sums and β are float32.
 
-        XLA fuses an addition with a product if the multiple of the product has the dtype
-        of the other array, and that array is none that it would compute in that kernel.
+        XLA fuses an addition with a product if the product is rounded to the dtype of the
+        other array, and that array is none that it would compute in the same kernel.
         """
-        product = jax.lax.platform_dependent(
-            x,
-            y,
-            # Not F16_F16_F32, which exports to several platforms refuse.
-            cuda=lambda x, y: self._dot(
-                x, y, (-2, -1), Precision.DEFAULT, self.accumulator
-            ),
-            default=self.product,
-        )
-        # β in float16 would make it another polynomial.
-        multiple = (jnp.asarray(beta, product.dtype) * product).astype(self.dtype)
-        return jax.lax.optimization_barrier(c + multiple)
+        # The constant is not rounded to float16: the steps would have other coefficients.
+        product = jnp.asarray(beta, self.accumulator) * self.product(x, y)
+        return jax.lax.optimization_barrier(c + product.astype(self.dtype))
 
     def whole_shape(self, x: jax.Array) -> tuple[int, int]:
         """``(m, n)`` of the matrices, including the columns on other devices."""

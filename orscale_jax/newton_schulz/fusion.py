@@ -38,26 +38,48 @@ def fuse_small_on_gpu(xs: Sequence[jax.Array]) -> list[jax.Array]:
 
     Large arrays, and arrays on a mesh, are left alone.
     """
+    return _on_gpus(_as_slices, list, xs)
 
-    def sliced(xs: Sequence[jax.Array]) -> list[jax.Array]:
-        alike: dict[Any, list[int]] = {}
-        for i, x in enumerate(xs):
-            if x.size <= _SMALL:
-                alike.setdefault(jax.typeof(x), []).append(i)
-        results = dict(enumerate(xs))
-        for members in alike.values():
-            for start in range(0, len(members), _ARRAYS):
-                some = members[start : start + _ARRAYS]
-                if len(some) == 1:
-                    continue
-                # The first one twice, so that the stack is not read whole: XLA would
-                # compute everything at once, and cut the result with a kernel for each.
-                stack = jnp.stack([xs[i] for i in (*some, some[0])])
-                stack = jax.lax.optimization_barrier(stack)
-                results.update(zip(some, stack, strict=False))
-        return [results[i] for i in range(len(xs))]
 
-    return _on_gpus(sliced, list, xs)
+def read_together(xs: Sequence[jax.Array], like: Sequence[jax.Array]) -> list[jax.Array]:
+    """The same arrays; accelerators read vectors, which must be replicated, together.
+
+    One kernel reads those that belong to arrays ``like`` of one shape. Otherwise a TPU
+    would take a kernel for each, and so would a GPU, to copy what is then replaced.
+    """
+    results = [*xs]
+    vectors: dict[Any, list[int]] = {}
+    for i, x in enumerate(xs):
+        if x.ndim == 1:
+            vectors.setdefault(like[i].shape, []).append(i)
+    for members in vectors.values():
+        if len(members) > 1:
+            some = [xs[i] for i in members]
+            read = jax.lax.platform_dependent(some, cpu=list, default=_as_slices)
+            for i, x in zip(members, read, strict=True):
+                results[i] = x
+    return results
+
+
+def _as_slices(xs: Sequence[jax.Array]) -> list[jax.Array]:
+    """The same arrays; small ones of one type are slices of a common array."""
+    alike: dict[Any, list[int]] = {}
+    for i, x in enumerate(xs):
+        if x.size <= _SMALL:
+            alike.setdefault(jax.typeof(x), []).append(i)
+    results = [*xs]
+    for members in alike.values():
+        for start in range(0, len(members), _ARRAYS):
+            some = members[start : start + _ARRAYS]
+            if len(some) == 1:
+                continue
+            # The first one twice, so that the stack is not read whole: XLA would compute
+            # everything at once, and cut the result with a kernel for each.
+            stack = jnp.stack([xs[i] for i in (*some, some[0])])
+            stack = jax.lax.optimization_barrier(stack)
+            for i, x in zip(some, stack, strict=False):
+                results[i] = x
+    return results
 
 
 def sum_all(
@@ -88,7 +110,9 @@ def sum_all(
                 continue
             else:
                 partial[i], rest = _in_one_pass(group, along[-1:]), along[:-1]
-            kind = *map(jax.typeof, partial[i]), rest
+            # Not with arrays of other shapes, whose results would then be computed, and
+            # their operands kept, until the last of all.
+            kind = group[0].shape, *map(jax.typeof, partial[i]), rest
             alike.setdefault(kind, []).append(i)
         for (*_, rest), members in alike.items():
             stack = jnp.stack([x for i in members for x in partial[i]])

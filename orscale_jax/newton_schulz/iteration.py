@@ -11,161 +11,99 @@ import functools
 import itertools
 import math
 from collections.abc import Generator, Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
-from orscale_jax import validate
 from orscale_jax.newton_schulz.arithmetic import (
-    PRECONDITIONINGS,
     Arithmetic,
+    Columns,
     Start,
     normalize,
     precondition,
 )
-from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
-from orscale_jax.newton_schulz.monic import monic_newton_schulz, monic_scales
-from orscale_jax.newton_schulz.restarts import Table, is_cheaper, restart_steps
+from orscale_jax.newton_schulz.platforms import NewtonSchulz, Platform
+from orscale_jax.newton_schulz.restarts import (
+    Scales,
+    Table,
+    is_cheaper,
+    monic_scales,
+    restart_steps,
+    segment,
+)
+from orscale_jax.sharding import typed_sharding
 
 # The steps of one array: yields sums, and receives them as rounded operands.
 Products: TypeAlias = Generator[jax.Array, jax.Array, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class NewtonSchulz:
-    """The settings of the iteration, already checked; hashable unless some are traced."""
-
-    steps: int | np.int32 | jax.Array  # May be traced.
-    table: Table | jax.Array  # Of coefficient_table; may be traced.
-    preconditioning: str  # "frobenius" or "aol".
-    dtype: np.dtype[Any] | None = None  # Of the products' operands; None: the platform's.
-    by_strips: bool = False  # Whether large Gram matrices are computed in strips.
-    # Whether the compiler may not see the coefficients: all steps then look the same to
-    # it, and it compiles one of them.
-    hide_coefficients: bool = False
-    # Whether a kernel adds its product to an array, and rounds the sum: then float16
-    # takes monic_newton_schulz.
-    adds_products: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        steps: int | jax.Array,
-        coeffs: Coefficients,
-        dtype: DTypeLike | None,
-        preconditioning: str,
-        *,
-        prefix: str = "",
-    ) -> Self:
-        """Check arguments, whose names in messages begin with a prefix."""
-        validate.count(f"{prefix}steps", steps)
-        validate.dtype(f"{prefix}dtype", dtype)
-        validate.choice(f"{prefix}preconditioning", preconditioning, PRECONDITIONINGS)
-        table = coefficient_table(coeffs, steps, prefix=prefix)
-        traced = isinstance(steps, jax.core.Tracer)
-        steps = jnp.int32(steps) if traced else int(jax.device_get(steps))
-        known = None if dtype is None else jnp.dtype(dtype)
-        return cls(steps, table, preconditioning, known)
-
-    @property
-    def traced(self) -> dict[str, jax.Array]:
-        settings = {"steps": self.steps, "table": self.table}
-        return {k: v for k, v in settings.items() if isinstance(v, jax.core.Tracer)}
-
-    @property
-    def is_static(self) -> bool:
-        """Whether steps and coefficients are known while tracing."""
-        return isinstance(self.steps, int) and isinstance(self.table, tuple)
-
-    @property
-    def rows(self) -> Table:
-        """The coefficients of each step: beyond the table, those of its last row."""
-        table = self.table
-        assert isinstance(table, tuple)
-        return tuple(table[min(i, len(table) - 1)] for i in range(int(self.steps)))
-
-    @property
-    def restarts(self) -> tuple[int, ...] | None:
-        """The steps before which the Gram form restarts; None if steps are traced."""
-        if not self.is_static:
-            return None
-        return restart_steps(self.rows, self.arithmetic().unit)
-
-    def arithmetic(self, columns: Any = None) -> Arithmetic:
-        """The arithmetic of the products, for whole matrices or for column shards."""
-        return Arithmetic(jnp.dtype(self.dtype), columns, self.by_strips)
-
-
 def newton_schulz(
-    xs: Sequence[jax.Array], settings: NewtonSchulz, columns: Sequence[Any] | None = None
+    xs: Sequence[jax.Array],
+    platform: Platform,
+    columns: Sequence[Columns | None] | None = None,
 ) -> list[jax.Array]:
-    """Polar factors of normalized matrices, by the form that takes fewer FLOPs.
+    """Polar factors of matrices, by the form that takes fewer FLOPs.
 
-    The products of those that are unrolled are interleaved. ``columns`` are, for each
-    array, the devices that hold the other columns of its matrices; None for whole ones.
+    They are normalized, except for a platform that normalizes each matrix, which happens
+    here. The products of those that are unrolled are interleaved. ``columns`` are, for
+    each array, the devices that hold the other columns of its matrices; None for whole
+    ones.
     """
-    arithmetics = [settings.arithmetic(of_x) for of_x in columns or [None] * len(xs)]
-    pairs = [*zip(xs, arithmetics, strict=True)]
-    starts = [precondition(x, settings.preconditioning, of_x) for x, of_x in pairs]
-    by_gram = [is_cheaper(*of_x.whole_shape(x)) for x, of_x in pairs]
-    qs, unrolled = [start.x for start in starts], {}
-    joint: dict[Any, list[int]] = {}
-    plain = tuple(range(1, int(settings.steps))) if settings.is_static else ()
-    for i, arithmetic in enumerate(arithmetics):
+    settings = platform.settings
+    arithmetics = [platform.arithmetic(of_x) for of_x in columns or [None] * len(xs)]
+    qs, unrolled = [*xs], dict[int, tuple[Start, tuple[int, ...]]]()
+    for i, (x, arithmetic) in enumerate(zip(xs, arithmetics, strict=True)):
+        if platform.normalizes == "matrix":
+            # Norms do not depend on the form of products: one trace serves all.
+            x = normalize(x, dataclasses.replace(arithmetic, by_strips=False))
+        start = precondition(x, settings.preconditioning, arithmetic)
+        by_gram = is_cheaper(*arithmetic.whole_shape(x))
         # A loop would copy the operands that it carries.
-        if not settings.is_static or not (arithmetic.narrow or by_gram[i]):
-            qs[i] = in_a_loop(starts[i], settings, arithmetic)
+        if not settings.is_static or not (arithmetic.narrow or by_gram):
+            qs[i] = in_a_loop(start, settings, arithmetic)
             continue
-        restarts = settings.restarts or () if by_gram[i] else plain
-        scales = None
-        if settings.adds_products and arithmetic.dtype == jnp.float16:
-            scales = monic_scales(settings.rows, restarts, arithmetic.scale)
+        rows, scales = settings.rows, None
+        restarts = tuple(range(1, len(rows)))
+        if by_gram:
+            restarts = restart_steps(rows, arithmetic.unit)
+        if platform.adds_products and arithmetic.dtype == jnp.float16:
+            scales = monic_scales(rows, restarts, arithmetic.scale)
         if scales is None:
-            unrolled[i] = restarts
+            unrolled[i] = start, restarts
         else:
-            given = settings.rows, restarts, scales, arithmetic
-            shorter = min(arithmetic.whole_shape(xs[i]))
-            joint.setdefault((shorter, given), []).append(i)
-    for (_, given), members in joint.items():
-        factors = monic_newton_schulz([starts[i] for i in members], *given)
-        for i, q in zip(members, factors, strict=True):
-            qs[i] = q
+            qs[i] = monic_newton_schulz(start, rows, restarts, scales, arithmetic)
     if unrolled:
-        rows: Any = _of_scaled(settings.rows, arithmetics[0].scale)
+        scaled: Any = _of_scaled(settings.rows, arithmetics[0].scale)
         # Also under jit, None is known while tracing, and 0 is not.
-        rows = [(a, b, c or None) for a, b, c in rows]
-        if settings.hide_coefficients:
+        scaled = [(a, b, c or None) for a, b, c in scaled]
+        if platform.hides_coefficients:
             scalar = functools.partial(jnp.asarray, dtype=arithmetics[0].accumulator)
-            rows = jax.lax.optimization_barrier(jax.tree.map(scalar, rows))
-        factors = gram_newton_schulz(
-            [starts[i] for i in unrolled],
-            rows,
-            tuple(unrolled.values()),
-            tuple(arithmetics[i] for i in unrolled),
-        )
+            scaled = jax.lax.optimization_barrier(jax.tree.map(scalar, scaled))
+        starts, restarts_of_all = zip(*unrolled.values(), strict=True)
+        of_unrolled = tuple(arithmetics[i] for i in unrolled)
+        factors = gram_newton_schulz(starts, scaled, restarts_of_all, of_unrolled)
         for i, q in zip(unrolled, factors, strict=True):
             qs[i] = q
     return [q.astype(x.dtype) for q, x in zip(qs, xs, strict=True)]
 
 
-def one_by_one(x: jax.Array, settings: NewtonSchulz, columns: Any = None) -> jax.Array:
+def one_by_one(
+    x: jax.Array, platform: Platform, columns: Columns | None = None
+) -> jax.Array:
     """Polar factors of matrices, which need not be normalized, in a loop over them (CPU).
 
     XLA's batched products are slower than single ones there.
     """
     # A loop over an axis that the array's type says is sharded would gather it.
-    if x.ndim == 2 or any(entry is not None for entry in jax.typeof(x).sharding.spec):
-        # Norms do not depend on the form of products: one trace serves all.
-        plain = dataclasses.replace(settings, by_strips=False).arithmetic(columns)
-        [q] = newton_schulz([normalize(x, plain)], settings, [columns])
-        return q.astype(x.dtype)
+    if x.ndim == 2 or typed_sharding.is_sharded(x):
+        return newton_schulz([x], platform, [columns])[0]
 
     # In place: the result of `jax.lax.map` would be one more copy of the matrices.
     def replace(i: jax.Array, xs: jax.Array) -> jax.Array:
-        q = one_by_one(xs[i], settings, columns)
+        [q] = newton_schulz([xs[i]], platform, [columns])
         return jax.lax.dynamic_update_index_in_dim(xs, q, i, axis=0)
 
     matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
@@ -207,6 +145,45 @@ def in_a_loop(start: Start, settings: NewtonSchulz, arithmetic: Arithmetic) -> j
     return jax.lax.fori_loop(
         first, settings.steps, lambda i, x: step(row(i), x, arithmetic.gram(x)), x
     )
+
+
+# Jitted, so that leaves of one shape are traced once.
+@functools.partial(jax.jit, static_argnames=("rows", "restarts", "scales", "arithmetic"))
+def monic_newton_schulz(
+    start: Start,
+    rows: Table,
+    restarts: tuple[int, ...],
+    scales: Scales,
+    arithmetic: Arithmetic,
+) -> jax.Array:
+    r"""Newton–Schulz in float16, for GPUs: one kernel adds each product to an array.
+
+    Where sums of products are float32, a second kernel adds them up and rounds them, and
+    takes as long as the product. Here both polynomials of the Gram form are *monic*,
+
+    .. math:: Z = a (I + Y), \qquad P = \alpha (I + W),
+
+    so that every array is another one plus a multiple of a product,
+    :math:`C + \beta AB`, with the ``scales`` of :func:`monic_scales`.
+    """
+    (x, gram), add = start, arithmetic.add_product
+
+    def mix(w: jax.Array, beta: float, y: jax.Array) -> jax.Array:
+        sums = w.astype(arithmetic.accumulator) + beta * y.astype(arithmetic.accumulator)
+        return arithmetic.round(sums)
+
+    gain = 1 / arithmetic.scale
+    segments = itertools.pairwise([0, *restarts, len(rows)])
+    for (i, j), (lift, g) in zip(segments, scales, strict=True):
+        if lift != 1:
+            x, gain = x * np.asarray(lift, x.dtype), gain / lift
+        factor = arithmetic.round(g * (arithmetic.gram(x) if gram is None else gram))
+        w, omega = segment(factor, g / gain**2, rows[i:j], add, mix)
+        # Tall matrices are iterated like their transposes, but not transposed.
+        x = add(x, 1 / omega, *((w, x) if arithmetic.is_wide(x) else (x, w.mT)))
+        gram = None
+        gain *= math.prod(a for a, _, _ in rows[i:j])
+    return gain * x.astype(arithmetic.accumulator)
 
 
 # Jitted, so that leaves of one shape are traced once.

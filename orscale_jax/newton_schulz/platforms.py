@@ -15,8 +15,16 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from orscale_jax.newton_schulz.arithmetic import normalize_all
+from orscale_jax import validate
+from orscale_jax.newton_schulz.arithmetic import (
+    PRECONDITIONINGS,
+    Arithmetic,
+    Columns,
+    normalize_all,
+)
+from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
 from orscale_jax.newton_schulz.fusion import (
     by_rows,
     fuse_small_on_gpu,
@@ -24,12 +32,62 @@ from orscale_jax.newton_schulz.fusion import (
     with_layout,
 )
 from orscale_jax.newton_schulz.hardware import H100, TPU_V5P, VIRTUAL, Hardware
-from orscale_jax.newton_schulz.iteration import NewtonSchulz
+from orscale_jax.newton_schulz.restarts import Table, restart_steps
 
 _FLOAT32, _BFLOAT16, _FLOAT16 = map(np.dtype, (np.float32, jnp.bfloat16, np.float16))
 # A platform's name, what is chosen (hashable where it is compiled), and arrays.
 Branch: TypeAlias = Callable[..., list[jax.Array]]
-DEFAULTS = NewtonSchulz.of(5, "polar_express", None, "frobenius")
+
+
+@dataclasses.dataclass(frozen=True)
+class NewtonSchulz:
+    """What the user chooses, already checked; hashable unless some are traced."""
+
+    steps: int | np.int32 | jax.Array  # May be traced; np.int32 stands for that.
+    table: Table | jax.Array  # Of coefficient_table; may be traced.
+    preconditioning: str  # "frobenius" or "aol".
+    dtype: np.dtype[Any] | None = None  # Of the products' operands; None: the platform's.
+
+    @classmethod
+    def of(
+        cls,
+        steps: int | jax.Array,
+        coeffs: Coefficients,
+        dtype: DTypeLike | None,
+        preconditioning: str,
+        *,
+        prefix: str = "",
+    ) -> Self:
+        """Check arguments, whose names in messages begin with a prefix."""
+        validate.count(f"{prefix}steps", steps)
+        validate.dtype(f"{prefix}dtype", dtype)
+        validate.choice(f"{prefix}preconditioning", preconditioning, PRECONDITIONINGS)
+        table = coefficient_table(coeffs, steps, prefix=prefix)
+        traced = isinstance(steps, jax.core.Tracer)
+        steps = jnp.int32(steps) if traced else int(jax.device_get(steps))
+        known = None if dtype is None else jnp.dtype(dtype)
+        return cls(steps, table, preconditioning, known)
+
+    @property
+    def traced(self) -> dict[str, jax.Array]:
+        settings = {"steps": self.steps, "table": self.table}
+        return {k: v for k, v in settings.items() if isinstance(v, jax.core.Tracer)}
+
+    @property
+    def is_static(self) -> bool:
+        """Whether steps and coefficients are known while tracing."""
+        return isinstance(self.steps, int) and isinstance(self.table, tuple)
+
+    @property
+    def rows(self) -> Table:
+        """The coefficients of each step: beyond the table, those of its last row."""
+        table = self.table
+        assert isinstance(table, tuple)
+        return tuple(table[min(i, len(table) - 1)] for i in range(int(self.steps)))
+
+
+DEFAULT_STEPS = 5
+DEFAULTS = NewtonSchulz.of(DEFAULT_STEPS, "polar_express", None, "frobenius")
 
 
 class Limits(NamedTuple):
@@ -41,8 +99,9 @@ class Limits(NamedTuple):
     # The number of chunks whose products are interleaved: while one product runs, the
     # operands of the next are fetched.
     interleave: int = 1
-    # The most entries of Gram matrices of several chunks that go through in one batch.
-    joint_grams: int = 0
+    # The most entries of Gram matrices of one stack whose matrices are padded with zeros
+    # to one length.
+    padded_grams: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +115,15 @@ class Platform:
     # kernels, or a matrix in the loop over them.
     normalizes: Literal["leaf", "stack", "matrix"] = "leaf"
     by_strips: bool = False  # Whether large Gram matrices are computed in strips.
-    adds_products: bool = False  # Whether a kernel adds its product to an array.
-    hides_coefficients: bool = False  # From the compiler.
+    # Whether a kernel adds its product to an array, and rounds the sum: then float16
+    # takes monic_newton_schulz.
+    adds_products: bool = False
+    # Whether the compiler may not see the coefficients: all steps then look the same to
+    # it, and it compiles one of them.
+    hides_coefficients: bool = False
+    # Whether it may not see the offsets of a stack's entries, so that the kernels of all
+    # leaves in a stack are equal, too.
+    hides_offsets: bool = False
     # Whether stacks are filled in place, and shards keep the layout of parameters.
     keeps_layouts: bool = False
     settings: NewtonSchulz = DEFAULTS  # The iteration that the user has chosen.
@@ -67,8 +133,10 @@ class Platform:
         limits = self.limits
         if stack_bytes is not None:
             chunk_bytes = min(stack_bytes, limits.chunk_bytes)
-            limits = Limits(stack_bytes, chunk_bytes, None, *limits[3:])
-        dtype = settings.dtype or self.dtype
+            limits = limits._replace(
+                stack_bytes=stack_bytes, chunk_bytes=chunk_bytes, stack_length=None
+            )
+        dtype = np.dtype(settings.dtype or self.dtype)
         return dataclasses.replace(self, dtype=dtype, limits=limits, settings=settings)
 
     def with_traced(self, traced: Mapping[str, Any]) -> Self:
@@ -77,15 +145,15 @@ class Platform:
         return dataclasses.replace(self, settings=settings)
 
     @property
-    def iteration(self) -> NewtonSchulz:
-        """The settings as this platform runs them."""
-        return dataclasses.replace(
-            self.settings,
-            dtype=self.dtype,
-            by_strips=self.by_strips,
-            hide_coefficients=self.hides_coefficients,
-            adds_products=self.adds_products,
-        )
+    def restarts(self) -> tuple[int, ...] | None:
+        """The steps before which the Gram form restarts; None if steps are traced."""
+        if not self.settings.is_static:
+            return None
+        return restart_steps(self.settings.rows, self.arithmetic().unit)
+
+    def arithmetic(self, columns: Columns | None = None) -> Arithmetic:
+        """The arithmetic of the products, for whole matrices or for column shards."""
+        return Arithmetic(self.dtype, columns, self.by_strips)
 
     def packed_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """The dtype in which matrices of this dtype are stacked and sent: the narrower.
@@ -135,7 +203,7 @@ class Platform:
                 totals = jax.lax.optimization_barrier(totals)
             return [jnp.expand_dims(each, (-2, -1)) for each in fuse_small_on_gpu(totals)]
 
-        unit = normalize_all(xs, self.iteration.arithmetic(), sums)
+        unit = normalize_all(xs, self.arithmetic(), sums)
         return [x.astype(self.packed_dtype(x.dtype)) for x in unit]
 
     def unpack(self, qs: Sequence[jax.Array]) -> Sequence[jax.Array]:
@@ -170,13 +238,13 @@ CPU = Platform(
     VIRTUAL,
     normalizes="matrix",
     by_strips=True,
+    hides_offsets=True,
 )
 # Launching a kernel takes a GPU time, and every array between two kernels memory. An H100
-# computes 132 tiles of a product at once. Gram matrices that take no more share a batch:
-# copying larger ones into one would take longer than it saves.
+# computes 132 tiles of a product at once: what takes no more is padded, to share them.
 GPU = Platform(
     _FLOAT16,
-    Limits(stack_bytes=2**28, chunk_bytes=2**27, joint_grams=132 * 128 * 256),
+    Limits(stack_bytes=2**28, chunk_bytes=2**27, padded_grams=132 * 128 * 256),
     H100,
     normalizes="stack",
     adds_products=True,

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax.newton_schulz.coefficients import Coefficients
-from orscale_jax.newton_schulz.iteration import NewtonSchulz, newton_schulz, one_by_one
+from orscale_jax.newton_schulz.iteration import newton_schulz, one_by_one
 from orscale_jax.newton_schulz.platforms import (
     PLATFORMS,
     Branch,
+    NewtonSchulz,
     compiled_on_any_platform,
     on_any_platform,
 )
@@ -102,6 +103,6 @@ def _polar(name: str, settings: NewtonSchulz, x: jax.Array) -> list[jax.Array]:
     """One platform's branch, for whole matrices."""
     platform = PLATFORMS[name].running(settings)
     if platform.normalizes == "matrix":
-        return [one_by_one(x, platform.iteration)]
-    [q] = newton_schulz(platform.normalized([x]), platform.iteration)
+        return [one_by_one(x, platform)]
+    [q] = newton_schulz(platform.normalized([x]), platform)
     return [q.astype(x.dtype)]

@@ -120,44 +120,6 @@ class Matrices:
             self.scalars_of_batches([x[i] for x in totals]) for i in range(len(trees))
         ]
 
-    def at_once(
-        self, fn: Callable[..., jax.Array], tree: PyTree, *scalars: PyTree
-    ) -> PyTree:
-        """``fn(*scalars)`` of every leaf. CPUs and GPUs stack leaves of one shape for it.
-
-        ``fn`` is elementwise. Its arguments and its result may have several numbers of
-        each matrix, along their first axis.
-        """
-        rows = list(zip(*map(self.leaves, scalars), strict=True))
-        alike: dict[Any, list[int]] = {}
-        for i, (leaf, row) in enumerate(zip(self.leaves(tree), rows, strict=True)):
-            types = tuple(map(jax.typeof, row))
-            plain = row[-1].ndim == 0
-            alike.setdefault((leaf.shape, types) if plain else i, []).append(i)
-
-        def apart(rows: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-            return [fn(*row) for row in rows]
-
-        def stacked(rows: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
-            results: dict[int, jax.Array] = {}
-            for members in alike.values():
-                if len(members) == 1:
-                    results[members[0]] = fn(*rows[members[0]])
-                    continue
-                stacks = zip(*(rows[i] for i in members), strict=True)
-                stack = fn(*(jnp.stack(xs, axis=-1) for xs in stacks))
-                # With the numbers of a matrix side by side, a GPU needs one kernel to
-                # take all matrices apart. Without the barrier, XLA would compute the
-                # whole again for each of them.
-                stack = jax.lax.optimization_barrier(jnp.moveaxis(stack, -1, 0))
-                results |= zip(members, jnp.unstack(stack), strict=True)
-            return [results[i] for i in range(len(rows))]
-
-        if len(alike) == len(rows):
-            return self.tree_of(apart(rows))
-        # On a TPU, all matrices would wait for the last one's norms, and be read again.
-        return self.tree_of(jax.lax.platform_dependent(rows, tpu=apart, default=stacked))
-
     def batches(self, tree: PyTree) -> list[jax.Array]:
         """All matrices, as arrays of shape ``(*batch, m, n)``, one for each part."""
         return [x for axes, leaf in self.each(tree) for x in axes.batches(leaf)]

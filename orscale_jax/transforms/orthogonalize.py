@@ -1,7 +1,14 @@
-"""The stage that replaces every matrix by its polar factor."""
+"""The stage that replaces every matrix by its polar factor.
+
+On one device arrays of one shape share stacks; on a mesh they are exchanged so that every
+device orthogonalizes whole matrices. Each platform has its branch in the program, since
+the platform is known when the program is compiled and not when it is traced.
+"""
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +18,20 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from orscale_jax import validate
-from orscale_jax.distributed import engine
-from orscale_jax.distributed.engine import PolarOptions
-from orscale_jax.distributed.slow_links import SlowAxes
+from orscale_jax.distributed.exchange import on_shards
+from orscale_jax.distributed.placement import Placement, SlowAxes, without_devices
 from orscale_jax.newton_schulz.coefficients import Coefficients
-from orscale_jax.newton_schulz.iteration import NewtonSchulz
-from orscale_jax.newton_schulz.platforms import DEFAULTS
+from orscale_jax.newton_schulz.platforms import (
+    DEFAULT_STEPS,
+    DEFAULTS,
+    PLATFORMS,
+    Branch,
+    NewtonSchulz,
+    Platform,
+    compiled_on_any_platform,
+    on_any_platform,
+)
+from orscale_jax.newton_schulz.stacks import on_one_device
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
@@ -25,13 +40,60 @@ from orscale_jax.transforms.matrices import Matrices, on_matrices
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.nodes import TraceLog
 
+
+@dataclasses.dataclass(frozen=True)
+class PolarOptions:
+    """Options of polar factors: the iteration, its memory, the mesh.
+
+    They are hashable: on one device, equal options share a compiled program.
+    """
+
+    settings: NewtonSchulz  # Its dtype is None for the platform's.
+    stack_bytes: int | None = None  # The largest stack; None for the platform's limit.
+    # The mesh of arrays whose types name none; None for that of the context.
+    mesh: Mesh | AbstractMesh | None = None
+    # The axes of the mesh that cross slow links; None to ask its devices.
+    slow_axes: SlowAxes | None = dataclasses.field(default=None, hash=False)
+
+    @classmethod
+    def of(
+        cls,
+        ns_steps: int | jax.Array | None,
+        ns_coeffs: Coefficients,
+        ns_dtype: DTypeLike | None,
+        ns_preconditioning: str,
+        mesh: Mesh | AbstractMesh | None = None,
+        slow_axes: SlowAxes | None = None,
+        max_stack_bytes: int | None = None,
+    ) -> Self:
+        """Arguments of :func:`orthogonalize`, checked."""
+        # The default is no number: optax.inject_hyperparams would make an array of it,
+        # and traced steps have neither the Gram form nor that for float16.
+        steps = DEFAULT_STEPS if ns_steps is None else ns_steps
+        settings = NewtonSchulz.of(
+            steps, ns_coeffs, ns_dtype, ns_preconditioning, prefix="ns_"
+        )
+        if max_stack_bytes is not None:
+            validate.count("max_stack_bytes", max_stack_bytes)
+        validate.mesh("mesh", mesh)
+        validate.slow_axes("slow_axes", slow_axes)
+        return cls(settings, max_stack_bytes, mesh, slow_axes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is sent to another process."""
+        return vars(self) | without_devices(self.mesh, self.slow_axes)
+
+    def platform(self, name: str) -> Platform:
+        return PLATFORMS[name].running(self.settings, self.stack_bytes)
+
+
 # What the audit reads: each stage with its matrices, without tracers.
 initialized: TraceLog[tuple[Matrices, PolarOptions]] = TraceLog("polar")
 
 
 def orthogonalize(
     *,
-    ns_steps: int | jax.Array = 5,
+    ns_steps: int | jax.Array | None = None,
     ns_coeffs: Coefficients = "polar_express",
     ns_dtype: DTypeLike | None = None,
     ns_preconditioning: str = "frobenius",
@@ -44,7 +106,8 @@ def orthogonalize(
     r"""Replace every matrix by its polar factor, :math:`Q = \mathrm{NS}_k(\tilde M)`.
 
     Args:
-      ns_steps: Newton–Schulz steps :math:`k`, at least 1.
+      ns_steps: Newton–Schulz steps :math:`k`, at least 1. None: 5. A traced number takes
+        the plain iteration, which is slower.
       ns_coeffs: A preset or table of :func:`polar_factor`, such as
         :func:`polar_express_coefficients` makes.
       ns_dtype: See ``dtype`` of :func:`polar_factor`.
@@ -79,29 +142,9 @@ def orthogonalize(
       Lou & You, *OrScale*, eq. (1) and Algorithm 1, line 3.
     """
     settings = ns_steps, ns_coeffs, ns_dtype, ns_preconditioning
-    options = polar_options(*settings, mesh, slow_axes, max_stack_bytes)
+    options = PolarOptions.of(*settings, mesh, slow_axes, max_stack_bytes)
     stage = functools.partial(orthogonalize_stage, options, ParamSpecs(param_shardings))
     return on_matrices(weight_dimension_numbers, stage)
-
-
-def polar_options(
-    ns_steps: int | jax.Array,
-    ns_coeffs: Coefficients,
-    ns_dtype: DTypeLike | None,
-    ns_preconditioning: str,
-    mesh: Mesh | AbstractMesh | None = None,
-    slow_axes: SlowAxes | None = None,
-    max_stack_bytes: int | None = None,
-) -> PolarOptions:
-    """Arguments of :func:`orthogonalize`, checked."""
-    settings = NewtonSchulz.of(
-        ns_steps, ns_coeffs, ns_dtype, ns_preconditioning, prefix="ns_"
-    )
-    if max_stack_bytes is not None:
-        validate.count("max_stack_bytes", max_stack_bytes)
-    validate.mesh("mesh", mesh)
-    validate.slow_axes("slow_axes", slow_axes)
-    return PolarOptions(settings, max_stack_bytes, mesh, slow_axes)
 
 
 def orthogonalize_stage(
@@ -128,27 +171,61 @@ def orthogonalize_stage(
         # Factors are sharded as the parameters: where momentum is sharded and weights
         # are not, Q is gathered here, in the dtype of the products.
         like = updates if params is None else params
-        parts = matrices.batches(updates)
+        qs = matrices.batches(updates)
+        wanted = [(None,) * x.ndim for x in qs]
         if any(map(typed_sharding.is_sharded, matrices.leaves(like))):
-            specs = [
-                PartitionSpec(*typed_sharding.spec(x)) for x in matrices.batches(like)
-            ]
-        else:
-            specs = [PartitionSpec(*[None] * x.ndim) for x in parts]
-        mesh = typed_sharding.mesh_of(jax.tree.leaves(updates), options.mesh)
-        auto_specs = None
-        if mesh is not None and not mesh.are_all_axes_explicit:
-            leaves = matrices.leaves(updates)
-            known = param_specs.on(mesh, matrices.tree_of(leaves))
-            auto_specs = [
-                part
-                for axes, x, spec in zip(matrices.of_leaves, leaves, known, strict=True)
-                for part in _part_specs(axes, x.shape, spec, mesh)
-            ]
-        qs = engine.polar_factors(parts, specs, auto_specs, options)
+            wanted = [tuple(typed_sharding.spec(x)) for x in matrices.batches(like)]
+        mesh, placement = typed_sharding.mesh_of(qs, options.mesh), None
+        # An array without entries is its own factor.
+        filled = [i for i, x in enumerate(qs) if x.size]
+        if mesh is not None and filled:
+            known = _known_specs(param_specs, matrices, updates, mesh)
+            pairs = [(qs[i], known[i]) for i in filled]
+            placement = Placement.of(pairs, mesh, options.mesh, options.slow_axes)
+        if filled:
+            xs = [qs[i] for i in filled]
+            chosen = options, tuple(wanted[i] for i in filled), placement
+            tracing = any(isinstance(x, jax.core.Tracer) for x in xs)
+            compiled = mesh is None and options.settings.is_static and not tracing
+            run: Branch = compiled_on_any_platform if compiled else on_any_platform
+            found = run(_on_platform, chosen, xs, options.settings.traced)
+            for i, q in zip(filled, found, strict=True):
+                qs[i] = q
         return matrices.from_batches(qs, like), state
 
     return optax.GradientTransformation(init, update)
+
+
+def _on_platform(
+    name: str,
+    chosen: tuple[PolarOptions, Sequence[tuple[Any, ...]], Placement | None],
+    xs: Sequence[jax.Array],
+    traced: Mapping[str, jax.Array],
+) -> list[jax.Array]:
+    """One platform's branch; ``traced`` are the settings that are traced."""
+    options, specs, placement = chosen
+    platform = options.platform(name)
+    if placement is None:
+        qs = on_one_device(platform.with_traced(traced), xs)
+    else:
+        qs = on_shards(platform, platform.pack(xs, to_send=True), traced, placement)
+    # Resharded before the cast, to send the narrower dtype.
+    placed = map(typed_sharding.shard_as, qs, xs, specs)
+    return [q.astype(x.dtype) for q, x in zip(placed, xs, strict=True)]
+
+
+def _known_specs(
+    param_specs: ParamSpecs, matrices: Matrices, updates: PyTree, mesh: AbstractMesh
+) -> list[PartitionSpec | None]:
+    """The specs of all arrays of matrices; None where types say them, or nobody does."""
+    leaves = matrices.leaves(updates)
+    of_leaves: list[PartitionSpec | None] = [None] * len(leaves)
+    if not mesh.are_all_axes_explicit:
+        of_leaves = param_specs.on(mesh, matrices.tree_of(leaves))
+    rows = zip(matrices.of_leaves, leaves, of_leaves, strict=True)
+    return [
+        part for axes, x, spec in rows for part in _part_specs(axes, x.shape, spec, mesh)
+    ]
 
 
 @functools.lru_cache(maxsize=4096)

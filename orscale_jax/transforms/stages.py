@@ -242,12 +242,10 @@ def where_nonzero_stage(
         sizes = jnp.where(jnp.isnan(leaf), jnp.ones_like(leaf), jnp.abs(leaf))
         return axes.reduce(functools.partial(jnp.max, initial=0), sizes)
 
-    def is_zero(size: jax.Array) -> jax.Array:
+    def keep(axes: MatrixAxes, leaf: jax.Array, size: jax.Array) -> jax.Array:
         # Some platforms flush subnormal numbers to zero, some only where they round. NaN
         # is no zero.
-        return size < jnp.finfo(size.dtype).tiny
-
-    def keep(axes: MatrixAxes, leaf: jax.Array, zero: jax.Array) -> jax.Array:
+        zero = size < jnp.finfo(size.dtype).tiny
         return jnp.where(broadcast(axes, zero, leaf), jnp.zeros_like(leaf), leaf)
 
     def init(params: PyTree) -> Any:
@@ -265,8 +263,7 @@ def where_nonzero_stage(
             # A mesh would exchange sums together with some of the norms, which depend on
             # them, and then needs more exchanges.
             sizes = matrices.map(largest, updates)
-        zero = matrices.at_once(is_zero, updates, sizes)
         updates, state = inner.update(updates, state, params, **extra_args)
-        return matrices.map(keep, updates, zero), state
+        return matrices.map(keep, updates, sizes), state
 
     return optax.GradientTransformationExtraArgs(init, update)

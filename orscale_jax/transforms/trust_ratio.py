@@ -11,7 +11,8 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import validate
-from orscale_jax.parameters.axes import square_root
+from orscale_jax.newton_schulz.fusion import read_together
+from orscale_jax.parameters.axes import MatrixAxes, square_root
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import Matrices, broadcast, on_matrices
@@ -216,7 +217,9 @@ def trust_ratio_stage(
     ) -> tuple[PyTree, CalibratedTrustRatioState]:
         require_params(params)
 
-        def next_numbers(before: jax.Array, *squares: jax.Array) -> jax.Array:
+        def next_numbers(
+            _: MatrixAxes, before: jax.Array, *squares: jax.Array
+        ) -> jax.Array:
             like = before[0]
             norms = [typed_sharding.shard_like(square_root(x), like) for x in squares]
             given = *ratio.last_directions, ratio.eps, ratio.r_min, ratio.r_max
@@ -226,7 +229,8 @@ def trust_ratio_stage(
         # D is not the sum that W and Q give by their norms and their product: where they
         # cancel, all digits of that would be lost.
         squares = matrices.sums(jnp.square, params, updates)
-        numbers = matrices.at_once(next_numbers, updates, state.numbers, *squares)
+        old = read_together(matrices.leaves(state.numbers), matrices.leaves(updates))
+        numbers = matrices.map(next_numbers, matrices.tree_of(old), *squares)
         new = CalibratedTrustRatioState(numbers)
         scaled = matrices.map(
             lambda axes, d, ratio: broadcast(axes, ratio, d) * d, updates, new.trust_ratio

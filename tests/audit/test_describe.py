@@ -502,14 +502,19 @@ def test_each_optimizer_has_a_plan_of_its_own():
 
 
 def test_options_count_where_the_number_of_steps_is_traced():
-    """It is by default under inject_hyperparams; then the plan is of plain steps."""
+    """Under inject_hyperparams it is, if it is given; the plan is of five plain steps."""
 
-    def plan(wrap, **given):
+    def described(wrap, **given):
         optimizer = wrap(muon)(0.1, slow_axes=("dcn",), **given)
-        return describe({"w": SQUARE}, optimizer).plan
+        return describe({"w": SQUARE}, optimizer)
 
-    usual, nine = plan(lambda muon: muon), plan(optax.inject_hyperparams, ns_steps=9)
-    assert nine == plan(optax.inject_hyperparams) == usual
+    usual = described(lambda muon: muon)
+    nine = described(optax.inject_hyperparams, ns_steps=9)
+    remedy = functools.partial(optax.inject_hyperparams, static_args="ns_steps")
+    assert nine.plan == usual.plan._replace(is_traced=True)
+    assert usual.plan == described(optax.inject_hyperparams).plan
+    assert "slow form: ns_steps" in str(nine)
+    assert "slow form" not in str(described(remedy, ns_steps=9))
 
 
 @pytest.mark.parametrize("name", everything.OPTIMIZERS)

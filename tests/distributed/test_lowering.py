@@ -200,22 +200,3 @@ def test_several_meshes_over_the_same_devices(of_params, of_batch, context):
         state = jax.jit(optimizer.init)(params)
         found = step(params, state, x)
     assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("given", [MESHES["2 by 4"], MESHES["2 by 4"].abstract_mesh])
-@pytest.mark.parametrize("count", [4, 1])
-def test_a_given_mesh_of_other_devices_than_the_arrays(count, given):
-    """Where no type names the mesh, the number of devices is known when lowered."""
-    stage, x = orthogonalize(mesh=given, param_shardings=P()), random_tree(0)["up"]
-    where = NamedSharding(Mesh(DEVICES[:count], ("data",)), P("data"))
-
-    def update(stage):
-        return jax.jit(lambda x: stage.update(x, ())[0], in_shardings=where)
-
-    refused = rf"mesh=.*'rows': 2, 'columns': 4.* has 8 devices, but .* on {count}: "
-    with pytest.raises(ValueError, match=refused + "pass the mesh that they are on"):
-        update(stage)(x)
-    with pytest.raises(ValueError, match=refused.replace(f"on {count}", "on 1")):
-        stage.update(x, ())  # It is on one device.
-    remedy = orthogonalize(mesh=where.mesh, param_shardings=P())
-    assert_close(update(remedy)(x), polar_factor(x))

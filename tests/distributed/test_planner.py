@@ -142,15 +142,6 @@ def test_axes_of_one_device_change_nothing():
     )
 
 
-def test_squares_that_are_sharded_like_transposes_share_a_bucket():
-    square = array(8, 8, axes=("data", "fsdp")), array(8, 8, axes=("fsdp", "data"))
-    [bucket] = plan_buckets(square, MESH, LARGE)
-    assert len(bucket.layouts) == 1
-    assert sorted(part.transposed for part in bucket.slices) == [False, True]
-    apart = plan_buckets([x._replace(may_transpose=False) for x in square], MESH, LARGE)
-    assert [part.transposed for bucket in apart for part in bucket.slices] == [False] * 2
-
-
 def counts(bucket):
     return bucket.matrices, bucket.matrices_per_device, bucket.column_shards
 

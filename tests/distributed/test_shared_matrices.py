@@ -15,8 +15,7 @@ from orscale_jax import describe, orthogonalize
 from orscale_jax.distributed.costs import ShardedArray
 from orscale_jax.distributed.exchange import plan_exchange
 from orscale_jax.distributed.mesh import MeshShape
-from orscale_jax.newton_schulz.iteration import NewtonSchulz
-from orscale_jax.newton_schulz.platforms import CPU, TPU
+from orscale_jax.newton_schulz.platforms import CPU, TPU, NewtonSchulz
 from orscale_jax.sharding.typed_sharding import axes_of
 from tests import runs
 from tests.oracle import svd_polar

@@ -24,8 +24,8 @@ from orscale_jax.distributed.costs import (
     ShardedArray,
 )
 from orscale_jax.distributed.mesh import MeshShape, slices_of_axes
+from orscale_jax.distributed.placement import slice_of_each
 from orscale_jax.distributed.plan import plan_buckets
-from orscale_jax.distributed.slow_links import slice_of_each
 from orscale_jax.newton_schulz.hardware import H100, TPU_V5P, VIRTUAL, Link
 from orscale_jax.newton_schulz.platforms import CPU, PLATFORMS
 from tests import runs

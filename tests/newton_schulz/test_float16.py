@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orscale_jax.newton_schulz.coefficients import PRESETS, coefficient_table
-from orscale_jax.newton_schulz.iteration import NewtonSchulz
+from orscale_jax.newton_schulz.arithmetic import Arithmetic
+from orscale_jax.newton_schulz.coefficients import PRESETS
 from orscale_jax.newton_schulz.platforms import PLATFORMS
 from tests import oracle
 from tests.platforms import on_a_gpu
@@ -72,8 +72,7 @@ def test_nothing_overflows(steps, preconditioning):
         difference = np.linalg.norm(q - expected, ord=2, axis=(1, 2))
         # 0.01 with float32 polynomials, times the margin of test_monic.py.
         assert difference.max() < (2.5 * 0.01 if steps == 1 else 0.2)
-    settings = NewtonSchulz(5, coefficient_table("dion"), "frobenius", FLOAT16)
-    assert settings.arithmetic().scale ** 2 < LARGEST / 2
+    assert Arithmetic(FLOAT16).scale ** 2 < LARGEST / 2
 
 
 def test_matrices_16384_wide():
@@ -89,7 +88,7 @@ def test_matrices_16384_wide():
 def test_typical_entries_of_large_matrices_keep_their_digits():
     """Those of a Gaussian square of 16,384 and of its Gram matrix, off the diagonal."""
     size = 16384
-    arithmetic = NewtonSchulz(5, np.eye(3), "frobenius", FLOAT16).arithmetic()
+    arithmetic = Arithmetic(FLOAT16)
     sample = np.random.default_rng(0).normal(size=1000)
 
     def error(x):

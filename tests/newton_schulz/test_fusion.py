@@ -1,5 +1,6 @@
 """What GPUs do together for many arrays: values, and the operations of the program."""
 
+import contextlib
 import functools
 import re
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import muon, orscale
 from orscale_jax.newton_schulz import fusion
@@ -180,6 +182,21 @@ def test_a_gpu_reduces_few_times_for_many_leaves(monkeypatch):
     assert text.count("-> (tensor<8xf32>, tensor<8xf32>)") == 20
 
 
+@pytest.mark.parametrize("on_mesh", [False, True])
+@pytest.mark.parametrize("platform, count", [("cuda", 1), ("tpu", 1), ("cpu", 0)])
+def test_accelerators_read_the_numbers_of_all_matrices_together(platform, count, on_mesh):
+    """Those of matrices with batch axes may be sharded."""
+    params = {f"w{i}": jnp.ones((8, 12)) for i in range(4)} | {"x": jnp.ones((3, 2, 2))}
+    optimizer = orscale(
+        0.01, weight_dimension_numbers=jax.tree.map(lambda x: Dims(-2, -1), params)
+    )
+    mesh = mesh_of({"data": 1}, EXPLICIT)
+    with jax.set_mesh(mesh) if on_mesh else contextlib.nullcontext():
+        state = optimizer.init(params)
+        text = program(optimizer.update, params, state, params, platform=platform)
+    assert len(re.findall(r"concatenate .*-> tensor<5x7xf32>", text)) == count
+
+
 @pytest.mark.compiled
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize(("build", "most"), [(muon, 5), (orscale, 9)])
@@ -194,3 +211,29 @@ def test_kernels_of_a_matrix_on_a_cpu(build, most):
         return program.as_text().partition("ENTRY")[2].count(" fusion(")
 
     assert (kernels(7) - kernels(3)) / 4 <= most
+
+
+@pytest.mark.compiled
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("build", [orscale, muon])
+def test_a_cpu_compiles_as_many_kinds_of_kernels_for_more_matrices(build):
+    """XLA compiles equal kernels once, and others for several milliseconds each."""
+
+    def kinds(count):
+        shapes = {"wide": (8, 12), "tall": (12, 8), "square": (8, 8)}
+        params = {f"{n}{i}": jnp.ones(shapes[n]) for n in shapes for i in range(count)}
+        state = jax.eval_shape(build(1e-3).init, params)
+        lowered = jax.jit(build(1e-3).update).lower(params, state, params)
+        text = lowered.compile(compiler_options=WITH_FUSION_EMITTERS).as_text()
+        kernels = re.findall(r"^%fused_computation.*?\{\n(.*?)^\}", text, re.M | re.S)
+        return {unnamed(kernel) for kernel in kernels}
+
+    def unnamed(kernel):
+        names = {}
+        kernel = re.sub(r", metadata=\{.*?\}", "", kernel)
+        return re.sub(
+            r"%[\w.-]+", lambda name: names.setdefault(name[0], f"%{len(names)}"), kernel
+        )
+
+    few, many = kinds(3), kinds(7)
+    assert 10 < len(many) <= len(few) + 2

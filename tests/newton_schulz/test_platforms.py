@@ -51,10 +51,16 @@ def key(*shape, dtype=FLOAT, sharding=()):
         # And a limit on the length.
         ([key(2, 4)] * 7, [1000, 3], ((0, 1, 2), (3, 4), (5, 6))),
         ([key(2, 4)] * 7, [64, 3], ((0, 1), (2, 3), (4, 5), (6,))),
+        # Padded to one length up to 16 entries of Gram matrices, but squares stay apart.
+        ([key(2, 4), key(2, 9), key(2, 2)], [1000, None, 1, 16], ((0, 1), (2,))),
+        ([key(2, 4), key(2, 9), key(2, 5)], [40, None, 1, 16], ((0,), (1,), (2,))),
+        ([key(2, 4), key(3, 9), key(2, 9)], [1000, None, 1, 8], ((0, 2), (1,))),
+        ([key(2, 4), key(2, 9)], [1000, None, 1, 7], ((0,), (1,))),
     ],
 )
 def test_the_plan_of_stacks(keys, limits, stacks):
-    assert plan_stacks(keys, *limits) == stacks
+    stack_bytes, *others = limits
+    assert plan_stacks(keys, Limits(stack_bytes, 0, *others)) == stacks
     assert StackKey.of(jnp.ones((3, 5, 2))) == key(3, 2, 5, sharding=(None,))
     assert StackKey.of(jnp.ones((2, 5), jnp.bfloat16)) == key(2, 5, dtype=HALF)
 
@@ -123,26 +129,6 @@ def test_chunks(max_bytes, interleave, monkeypatch):
         np.testing.assert_array_equal(result, x + 1)
 
 
-def test_chunks_with_small_gram_matrices_of_one_size_and_form_share_a_turn(monkeypatch):
-    """Up to three Gram matrices of 4×4, and 1024 bytes; column shards are alone."""
-    turns = []
-
-    def record(chunks, *_):
-        turns.append([x.shape for x in chunks])
-        return chunks
-
-    monkeypatch.setattr(stacks, "newton_schulz", record)
-    platform = dataclasses.replace(TPU, limits=Limits(0, 1024, joint_grams=3 * 4 * 4))
-    wide = [(2, 4, 8), (16, 4), (4, 4, 7), (4, 9), (1, 4, 8), (1, 4, 64), (1, 4, 8)]
-    shapes = [(1, 2, 8), (1, 4, 4), *wide]
-    columns = ["a group" if shape == (4, 9) else None for shape in shapes]
-    xs = [jnp.ones(shape, FLOAT) for shape in shapes]
-    results = polar_in_chunks(platform, xs, columns)
-    assert [q.shape for q in results] == shapes
-    alone = [[shape] for shape in (*wide[2:], (1, 4, 4), (1, 2, 8))]
-    assert turns == [wide[:2], *alone]
-
-
 @pytest.mark.parametrize("lengths", [(1,), (1, 1), (2, 1, 3)])
 def test_join_in_place_concatenates(lengths):
     rng = np.random.default_rng(0)
@@ -208,6 +194,15 @@ def test_one_row_of_the_table_decides_the_dtype_of_a_platform(kind, monkeypatch)
 def test_one_device(platform):
     optimizer = orthogonalize_as(platform, Dims(-2, -1), SMALL.get(platform))
     assert_polar(optimizer.update(matrices(), ())[0], matrices())
+
+
+@pytest.mark.parametrize("platform", [CPU, GPU])
+def test_matrices_of_one_shorter_side_and_several_lengths(platform):
+    """A GPU pads the first three, and the last two, to the longest of them."""
+    sizes = {"a": (8, 16), "b": (24, 8), "c": (8, 40), "d": (9, 8), "e": (8, 8)}
+    grads = tree(0, shapes=sizes)
+    optimizer = orthogonalize_as(platform, Dims(-2, -1))
+    assert_polar(optimizer.update(grads, ())[0], grads)
 
 
 slow = pytest.mark.slow

@@ -18,7 +18,7 @@ from orscale_jax import (
 )
 from orscale_jax.newton_schulz import arithmetic as preconditioning, restarts as restarts_
 from orscale_jax.newton_schulz.arithmetic import Arithmetic
-from orscale_jax.newton_schulz.iteration import NewtonSchulz
+from orscale_jax.newton_schulz.platforms import NewtonSchulz
 from tests import oracle
 from tests.runs import first_update, tree
 

@@ -1,18 +1,52 @@
-"""Which axes of a mesh cross slow links: between slices of TPUs, or nodes of GPUs."""
+"""Where arrays are on a mesh: their shardings, and which axes cross slow links.
 
+Slow links are those between slices of TPUs, or nodes of GPUs.
+"""
+
+import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import jax
 import numpy as np
 from jax._src.mesh import get_concrete_mesh
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from orscale_jax.distributed.mesh import slices_of_axes
+from orscale_jax.sharding import typed_sharding
 
 # The axes that cross slow links, all along or with the number of slices along each.
 SlowAxes: TypeAlias = Sequence[str] | Mapping[str, int]
+
+
+class Placement(NamedTuple):
+    """Where arrays of matrices are on a mesh."""
+
+    mesh: AbstractMesh
+    slices: Mapping[str, int]  # Along each axis of the mesh that crosses slow links.
+    specs: Sequence[PartitionSpec]
+
+    @classmethod
+    def of(
+        cls,
+        arrays: Sequence[tuple[jax.Array, PartitionSpec | None]],
+        mesh: AbstractMesh,
+        users_mesh: Mesh | AbstractMesh | None,
+        slow_axes: SlowAxes | None,
+    ) -> Self:
+        """The placement of arrays, each with what is known of its sharding."""
+        slices = slices_of_mesh(mesh, slow_axes, users_mesh)
+        if slices is None:
+            warn_of_unknown_slices(mesh)
+            slices = {}
+        specs = [
+            jax.typeof(x).sharding.spec
+            if mesh.are_all_axes_explicit
+            else auto_spec(x, known, mesh, slices)
+            for x, known in arrays
+        ]
+        return cls(mesh, slices, specs)
 
 
 def slices_of_mesh(
@@ -82,3 +116,42 @@ def _slice_of(device: Any) -> int:
     A device without ``slice_index`` counts as in slice 0.
     """
     return int(getattr(device, "slice_index", 0))
+
+
+def auto_spec(
+    x: jax.Array,
+    known: PartitionSpec | None,
+    mesh: AbstractMesh,
+    slices: Mapping[str, int],
+) -> PartitionSpec:
+    """What is known of an array's sharding, if that agrees with its type, or assumed.
+
+    On Auto axes XLA's partitioner has the shardings, but does not tell. Where nobody says
+    them, it is told others, by ``shard_map``, and moves what is elsewhere.
+
+    Assumed are as many axes as divide an array ``(*batch, m, n)``, the first ones first:
+    experts are then sharded by expert, layers by layer, and single matrices by rows. Axes
+    that only lead to other slices hold replicas.
+    """
+    if known is not None:
+        by_type = [
+            tuple(name for name in names if name in mesh.explicit_axes)
+            for names in typed_sharding.axes_of(known, x.ndim)
+        ]
+        if by_type == [*map(typed_sharding.names, typed_sharding.spec(x))]:
+            return known
+    mapped = typed_sharding.mapped_axes()
+    left = [
+        name
+        for name in mesh.auto_axes
+        if name not in mapped and slices.get(name, 1) < mesh.shape[name]
+    ]
+    entries = []
+    for size, entry in zip(x.shape, typed_sharding.spec(x), strict=True):
+        taken = typed_sharding.names(entry)
+        for name in tuple(left):
+            if size % math.prod(mesh.shape[each] for each in (*taken, name)) == 0:
+                taken = (*taken, name)
+                left.remove(name)
+        entries.append(taken or None)
+    return PartitionSpec(*entries)
