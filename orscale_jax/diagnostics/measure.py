@@ -41,6 +41,7 @@ def measure(
       :math:`\|Q^\top Q - I\|_F / \sqrt{\min(m, n)}`, of the smaller Gram matrix: 0 for an
       orthogonal Q, 1 for a zero Q. It is small if Newton–Schulz has converged. Costs a
       Newton–Schulz and a product.
+
     Singular values of large matrices take many times as long as Newton–Schulz. Sharded
     matrices are gathered on every device.
 

@@ -18,19 +18,16 @@ from orscale_jax.trees.names import quoted
 
 
 class QKFactors(NamedTuple):
-    r"""The factors of the heads of one attention, or of a stack of attention layers.
+    """The factors of the heads of one attention, or of a stack of attention layers."""
 
-    Attributes:
-      query: Of the queries, of shape ``(layers..., query heads)``. In latent attention,
-        of the parts without rotation.
-      key: Of the keys, of shape ``(layers..., key heads)``. In latent attention, of the
-        parts without rotation.
-      gamma: :math:`\gamma`, of shape ``(layers..., query heads)``. In latent attention,
-        of the rotated parts of the queries.
-    """
-
+    #: Of the queries, of shape ``(layers..., query heads)``. In latent attention, of the
+    #: parts without rotation.
     query: jax.Array
+    #: Of the keys, of shape ``(layers..., key heads)``. In latent attention, of the parts
+    #: without rotation.
     key: jax.Array
+    #: :math:`\gamma`, of shape ``(layers..., query heads)``. In latent attention, of the
+    #: rotated parts of the queries.
     gamma: jax.Array
 
 
