@@ -390,6 +390,8 @@ def stopped_halfway(whole: Run, out: pathlib.Path) -> Run:
 def main(words: list[str]) -> int:
     """Tries the faults, prints a table of them, and gives the exit code."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
+    # Under nohup, the runs would ignore it as well.
+    signal.signal(signal.SIGHUP, lambda *_: None)
     began, wrong = time.monotonic(), 0
     table = dict[str, tuple[list[str], list[str], list[str]]]()
     with tempfile.TemporaryDirectory() as name:
