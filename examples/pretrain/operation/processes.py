@@ -151,6 +151,7 @@ class StopSignal:
         for each in self._previous:
             signal.signal(each, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # A terminal may send two.
         say(
             f"\n{signal.Signals(signum).name} received: the run stops with a checkpoint "
             "as soon as the current step, and its measurement or validation, is "

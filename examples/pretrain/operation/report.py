@@ -26,18 +26,16 @@ def write(folder: pathlib.Path, console: Output) -> None:
     """Compares the finished optimizers of a run folder."""
     facts, metrics = read_facts(folder), dict[str, Rows]()
     for name in (n for n in OPTIMIZERS if read_result(folder / n) is not None):
-        rows = (
-            read_csv(table) if (table := folder / name / "metrics.csv").exists() else []
-        )
-        if not rows or int(rows[-1]["step"]) != facts["steps"]:
-            console.print(f"{table} lacks the last step, so the table is without it.")
-        else:
+        table = folder / name / "metrics.csv"
+        rows = read_csv(table) if table.exists() else []
+        if rows and int(rows[-1]["step"]) == facts["steps"]:
             metrics[name] = rows
+        else:
+            console.print(f"{table} lacks the last step, and is left out.")
     text = io.StringIO(newline="")
     every_row = [row for rows in metrics.values() for row in rows]
-    writer = csv.DictWriter(
-        text, [*every_row[0]] if every_row else [], lineterminator="\n"
-    )
+    columns = list(every_row[0]) if every_row else []
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(every_row)
     write_atomically(folder / "metrics.csv", text.getvalue())

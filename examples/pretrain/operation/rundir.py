@@ -192,11 +192,7 @@ def _settle(config: Config, facts: dict[str, Any]) -> None:
     known = {n for entry in OPTIMIZERS.values() for n in entry.options}
     taken = {n for o in config.optimizer for n in find_optimizer(o).options}
     idle = {"optimizer", *(known - taken)}
-    different = [
-        name
-        for name, now in facts.items()
-        if name not in idle and before.get(name) != now
-    ]
+    different = [n for n in facts if n not in idle and before.get(n) != facts[n]]
     if not FREE_OPTIONS.issuperset(different):
         raise UsageError(
             f"{path.parent} holds a run of another configuration:\n"
