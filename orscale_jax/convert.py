@@ -138,14 +138,13 @@ class _Conversion:
         if old.has(owner, field):
             return old.array(field, entry)
         if field == "mu" and not self.new.has(owner, "nu") and old.has(owner, TRACE):
-            return old.array(TRACE, entry) / self._sum_of_average(entry, muon=True)
+            return old.array(TRACE, entry) / self._sum_of_average(entry, self.new)
         if field == TRACE and old.has(owner, "mu"):
             average = jnp.asarray(old.array("mu", entry), jnp.result_type(initial))
-            muon = not old.has(owner, "nu")
-            return self._sum_of_average(entry, muon) * average
+            return self._sum_of_average(entry, old) * average
         return None
 
-    def _sum_of_average(self, entry: StateArray, muon: bool) -> Any:
+    def _sum_of_average(self, entry: StateArray, averages: _OldState) -> Any:
         """The factor that makes M of an average of gradients: the next Q is the same."""
         if (mu := self.momentum) is None:
             raise ValueError(
@@ -154,6 +153,9 @@ class _Conversion:
                 "(0.95 by default; not AdamW's b1)."
             )
         factor = 1 / (1 - mu)
+        # The corrections of Optax's Muon; Lion and AdamW have others, or none.
+        average, *_ = averages.of_params["mu", entry.owner or ()]
+        muon = (*average.place[:-1], "ns_coeffs") in averages.others
         if muon and self.nesterov and self.old.steps:
             age = self.old.age("mu", entry.owner)
             t = self._step() if age is None else age
@@ -206,12 +208,11 @@ def convert_state(
 
     Each of the two optimizers may be :func:`orscale`, :func:`muon`, one of the family,
     :func:`optax.contrib.muon` or :func:`optax.adamw`, in any of Optax's wrappers
-    (``chain``, ``partition``, ``MultiSteps``). The old optimizer may also be SGD. A state
-    without a first moment of the gradients, as with :func:`optax.rmsprop` and
+    (``chain``, ``partition``, ``MultiSteps``). The old optimizer may also be SGD or Lion.
+    A state without a first moment of the gradients, as with :func:`optax.rmsprop` and
     :func:`optax.novograd`, is refused. Do not convert the states of :func:`optax.lars`,
-    :func:`optax.lion`, :func:`optax.adamax`, :func:`optax.adabelief` and
-    :func:`optax.contrib.adopt`. They look like states of SGD and AdamW, but their moments
-    are other quantities.
+    :func:`optax.adamax`, :func:`optax.adabelief` and :func:`optax.contrib.adopt`. They
+    look like states of SGD and AdamW, but their moments are other quantities.
 
     Arrays that both states hold for a parameter under the same name are kept: momentum,
     AdamW's moments, c and r. Arrays of wrappers at the same place in both states are kept
@@ -230,8 +231,8 @@ def convert_state(
     sum M of this library. The two terms of its Nesterov momentum have different bias
     corrections, whose difference vanishes as :math:`\mu^t`. M is scaled so that the next
     Q is the same. Later Q differ by less than :math:`\mu^t`, or not at all without
-    ``nesterov``. AdamW's first moment is an average with another decay rate, so an M made
-    from this moment is an estimate.
+    ``nesterov``. The first moments of AdamW and Lion are averages with other decay rates,
+    so an M made from them is an estimate.
 
     Args:
       state: The state of the old optimizer, or its ``flax.nnx.Optimizer``. It may also be
@@ -396,6 +397,18 @@ def _refuse_unfit(conversion: _Conversion) -> None:
             f"{subject(unknown)} in the old state without a first moment that could "
             "become the momentum: it is not the state of SGD with momentum, Muon or "
             "AdamW. Start over with optimizer.init(params)."
+        )
+    averaged = [
+        owner
+        for owner in new.owners
+        if new.has(owner, "ema") and not new.has(owner, TRACE, "mu")
+        if old.has(owner, TRACE, "mu")
+    ]
+    if averaged and not conversion.allow_new:
+        raise ValueError(
+            f"{subject(averaged)} given to optax.ema, which does not tell whether it "
+            "averages gradients. Keep their momentum in optax.trace, or pass "
+            "allow_new=True to start over there."
         )
     for place, array in new.others.items():
         entry = StateArray(place, None, array)

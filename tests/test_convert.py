@@ -1,6 +1,7 @@
 """Runs that continue with another optimizer."""
 
 import functools
+import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -99,6 +100,45 @@ def test_there_and_back(steps):
     back = convert_state(ours, optax_muon(), tree(0), momentum=0.95)
     assert jax.tree.structure(back) == jax.tree.structure(state)
     assert_close(back, state, rtol=1e-6)
+
+
+# States of sums and of averages of gradients, with and without Nesterov's momentum.
+MOMENTA = {
+    "trace": optax.trace(0.95, nesterov=True), "sgd": optax.sgd(RATE, 0.95),
+    "muon": muon(RATE), "Optax's muon": optax_muon(nesterov=False),
+    "lion": optax.lion(RATE, b2=0.95), "adamw": optax.adamw(RATE, b1=0.95),
+}  # fmt: skip
+
+
+def momentum_of(state):
+    """The sum or the average of the gradients of "up"."""
+    arrays = itertools.chain(
+        *(optax.tree.get_all_with_path(state, name) for name in ("trace", "mu"))
+    )
+    return next(x["up"] for _, x in arrays if hasattr(x["up"], "shape"))
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("old", MOMENTA)
+def test_a_momentum_becomes_that_of_the_new_optimizer(old):
+    """Of one decay rate, sums and averages of the same gradients differ by a factor."""
+    state, _ = after(MOMENTA[old], 2)
+    for new, optimizer in MOMENTA.items():
+        # The average of Optax's muon without Nesterov's momentum; others have none.
+        given = {"momentum": 0.95, "nesterov": "Optax's muon" not in (old, new)}
+        found = convert_state(state, optimizer, tree(0), allow_new=True, **given)
+        wanted = momentum_of(after(optimizer, 2)[0])
+        if new == "adamw" != old:  # It has no second moment, and starts over.
+            wanted = 0 * wanted
+        assert_close(momentum_of(found), wanted)
+
+
+def test_a_momentum_is_not_lost_in_an_average_of_anything():
+    state, _ = after(optax.sgd(RATE, 0.95), 2)
+    with pytest.raises(ValueError, match=r"(?s)'up'.*optax.ema.*optax.trace.*allow_new"):
+        convert_state(state, optax.ema(0.95), tree(0))
+    convert_state(state, optax.trace(0.95), tree(0))
+    convert_state(state, optax.ema(0.95), tree(0), allow_new=True)
 
 
 @pytest.mark.extended

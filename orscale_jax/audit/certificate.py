@@ -19,7 +19,7 @@ from orscale_jax.audit.probe import draw, runnable, running_mesh
 from orscale_jax.audit.program import collectives, flops_of
 from orscale_jax.audit.state import leaves_by_path
 from orscale_jax.parameters.axes import MatrixAxes
-from orscale_jax.sharding import typed_sharding
+from orscale_jax.sharding import param_shardings, typed_sharding
 from orscale_jax.sharding.state_shardings import state_shardings
 from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.names import distinct_names, merged
@@ -132,6 +132,7 @@ class Certificate:
         return "\n".join(lines)
 
 
+@param_shardings.audit()
 def assert_same_on(
     mesh: Mesh | AbstractMesh, optimizer: Optimizer, params: PyTree
 ) -> Certificate:

@@ -36,7 +36,7 @@ from orscale_jax.optimizers import orscale
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import UndecidedError
 from orscale_jax.parameters.layer_classes import layer_classes
-from orscale_jax.sharding import typed_sharding
+from orscale_jax.sharding import param_shardings, typed_sharding
 from orscale_jax.transforms.matrices import ADAMW, MATRIX, compute_dtype
 from orscale_jax.transforms.stages import Scale
 from orscale_jax.transforms.trust_ratio import NUMBERS
@@ -45,6 +45,7 @@ from orscale_jax.trees.checks import require_arrays
 from orscale_jax.trees.names import distinct_names
 
 
+@param_shardings.audit()
 @validate.checks_arguments
 def describe(
     params: PyTree,

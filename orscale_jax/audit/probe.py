@@ -170,8 +170,12 @@ def runnable(optimizer: Any, grads: PyTree, state: Any, params: PyTree) -> Any:
         extra = {"value": value, "grad": grads, "value_fn": value_fn}
         return optimizer.update(grads, state, params, **extra)
 
+    # JAX would keep the trace of optimizer.update itself, and use it in the user's step.
+    def as_it_is(grads: PyTree, state: Any, params: PyTree) -> Any:
+        return optimizer.update(grads, state, params)
+
     errors = []
-    for update in (optimizer.update, with_loss, lambda g, s, _: optimizer.update(g, s)):
+    for update in (as_it_is, with_loss, lambda g, s, _: optimizer.update(g, s)):
         try:
             jax.eval_shape(update, grads, state, params)
             return update

@@ -9,6 +9,7 @@ import optax
 
 from orscale_jax.audit.state import AbstractState, leaves_by_path
 from orscale_jax.family.sphere import InitialNormState
+from orscale_jax.sharding import param_shardings
 from orscale_jax.transforms.trust_ratio import CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.checks import require_state, state_arrays
@@ -17,6 +18,7 @@ from orscale_jax.trees.nodes import nodes_of
 _CHANGED = 0.25  # A step does not change most matrices' norms by so much.
 
 
+@param_shardings.audit()
 def check_state(
     state: optax.OptState, optimizer: optax.GradientTransformation, params: PyTree
 ) -> None:
@@ -46,7 +48,9 @@ def check_state(
     params = trained(params, optimizer)
     optimizer = getattr(optimizer, "tx", optimizer)
     bare, weights = unbox((state, params))
-    require_state(bare, unbox(jax.eval_shape(optimizer.init, params)), weights)
+    # JAX would keep the trace of init itself, and a later init would learn nothing.
+    wanted = jax.eval_shape(lambda params: optimizer.init(params), params)
+    require_state(bare, unbox(wanted), weights)
     for entry in state_arrays(bare, weights, by_structure=True):
         if entry.owner is None or not jnp.issubdtype(entry.array.dtype, jnp.inexact):
             continue

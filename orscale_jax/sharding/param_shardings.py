@@ -6,9 +6,10 @@ traces it. An optimizer keeps what its ``init`` has seen for its own ``update``,
 sees bare arrays and, under ``jax.jit``, no shardings.
 """
 
+import contextlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -19,12 +20,33 @@ from orscale_jax import validate
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, annotated_spec, is_box, unbox
 from orscale_jax.trees.names import Path, name_and_shape, names_on
-from orscale_jax.trees.nodes import broadcast_prefix, is_function
+from orscale_jax.trees.nodes import TraceLog, broadcast_prefix, is_function
 
 ParamShardings: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 
 # A parameter's path and shape, and the axes of its mesh; None for that of annotations.
 _Key: TypeAlias = tuple[Path, tuple[int, ...], tuple[tuple[str, int], ...] | None]
+
+
+_Placed: TypeAlias = dict[_Key, list[PartitionSpec]]
+_Typed: TypeAlias = dict[_Key, PartitionSpec]
+# What an optimizer has known before it learned more.
+_learned: TraceLog[tuple["ParamSpecs", _Placed, _Typed]] = TraceLog("learned")
+
+
+@contextlib.contextmanager
+def audit() -> Iterator[None]:
+    """A context at whose end optimizers forget what they have learned in it.
+
+    One process of several may audit an optimizer alone. If the optimizer knew more there,
+    the processes would compile different programs, and wait for each other forever.
+    """
+    with _learned.open() as before:
+        try:
+            yield
+        finally:
+            for specs, placed, typed in reversed(before):
+                specs._placed, specs._typed = placed, typed
 
 
 class ParamSpecs:
@@ -40,11 +62,12 @@ class ParamSpecs:
             validate.refuse("param_shardings", param_shardings, "pass a mesh as mesh=")
         self._given = param_shardings
         # The specs that init has seen, the last one last: of arrays, and of types.
-        self._placed: dict[_Key, list[PartitionSpec]] = {}
-        self._typed: dict[_Key, PartitionSpec] = {}
+        self._placed: _Placed = {}
+        self._typed: _Typed = {}
 
     def learn(self, params: PyTree) -> None:
         """Keep the shardings of parameters, boxed or bare, that ``init`` sees."""
+        _learned.note((self, self._placed.copy(), self._typed.copy()))
         nodes = jax.tree.leaves_with_path(params, is_leaf=is_box)
         nodes = [(path, node) for path, node in nodes if jax.tree.leaves(node)]
         boxes = [annotated_spec(node) for _, node in nodes if is_box(node)]
