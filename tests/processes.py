@@ -165,7 +165,8 @@ def run_layout(folder, layout, kind):
 
 def audited(folder, index):
     """A step of an optimizer that the first process alone has audited."""
-    params, optimizer = made(0, placed("8")), orscale(1e-2)
+    params = made(0, placed("8"))
+    optimizer = orscale(1e-2, weight_dimension_numbers=NUMBERS)
     if index == 0:
         describe(params, optimizer)
     state = jax.jit(optimizer.init)(params)

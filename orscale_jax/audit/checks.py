@@ -1,6 +1,7 @@
 """Reasons to look at a matrix before a run."""
 
 import collections
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -35,6 +36,8 @@ _LORA = re.compile(r"\blora\b")
 _NO_VOCABULARY = re.compile(r"\b(pos\w*|wpe|time\w*|type|patch|relative)\b|\btokens?$")
 _PARTS = (2, 3, 4)  # Of a fused projection: keys and values; queries too; the output too.
 _THIN = 16
+# The classes that an output layer may have: a model may call it "mlp".
+_ENDING = frozenset({"other", "mlp up", "mlp down"})
 
 
 class Checks:
@@ -55,12 +58,17 @@ class Checks:
         self.below: dict[Path, list[Any]] = collections.defaultdict(list)
         # Embeddings that a head may have the length of, by their number of rows.
         self.vocabularies: dict[int, str] = {}
-        self.knows_output = "head" in class_of.values() or OUTPUT in why_of.values()
         # By path, the keys above it, and the lengths that the outputs of a layer may fit:
         # sides of matrices, and widths.
         self.above = {path: keys_on(path)[:-1] for path in leaf_of}
-        self.sides = {path: shape[-1:] for path, shape in self.shapes.items()} | {
-            path: axes.matrix_shape(leaf_of[path]) for path, axes in axes_of.items()
+        self.sides = {
+            path: shape
+            if class_of[path] == "head" or why_of[path] == OUTPUT
+            else shape[-1:]
+            for path, shape in self.shapes.items()
+        } | {
+            path: self._channels(path, *axes.matrix_shape(leaf_of[path]))
+            for path, axes in axes_of.items()
         }
         for path, module in self.modules.items():
             for depth in range(len(module)):
@@ -79,7 +87,7 @@ class Checks:
         """Why a leaf of matrices, or a block of it, may be something else."""
         keys, name = keys_on(path), ".".join(in_words(path))
         axes, shape, layer = self.axes[path], self.shapes[path], row.layer_class
-        unknown = layer == "other"
+        unknown, lora = layer == "other", _LORA.search(name)
         if layer in EMBEDDING_OR_HEAD | VECTORS:
             yield f"{layer}?"
         if (
@@ -104,7 +112,7 @@ class Checks:
         # Only near the root: deeper, "out" is an ordinary projection.
         if unknown and len(keys) <= 2 and _TABLE.search(name):
             yield "table or head?"
-        elif unknown and not long and not self.knows_output and self._ends(path, row):
+        elif layer in _ENDING and not (long or lora) and self._ends(path, row):
             yield "output layer?"
         if unknown and long:
             yield f"as long as {self.vocabularies[long[0]]}"
@@ -118,14 +126,24 @@ class Checks:
             and any(0 in self.axes[x].batch for x in self._beside(path) if x in self.axes)
         ):
             yield "stack of vectors?"
-        longer = max(row.m, row.n) // max(1, min(row.m, row.n))
+        sides = (row.m, row.n), self._channels(path, row.m, row.n)
+        longer = min(max(x) // max(1, min(x)) for x in sides)
         expected = {"router"} | EMBEDDING_OR_HEAD | VECTORS
         if layer in DIVIDED and np.prod(row.batch_shape) > 1:
             expected |= {layer}  # The heads, which are longer than they are wide.
-        if longer >= _THIN and layer not in expected and not _LORA.search(name):
+        if longer >= _THIN and layer not in expected and not lora:
             yield f"{longer} times as long"
         if 1 in row.batch_shape:
             yield "batch of one"
+
+    def _channels(self, path: Any, m: int, n: int) -> tuple[int, int]:
+        """Rows and columns, without the window of a convolution of 2 or 3 axes."""
+        shape, axes = self.shapes[path], self.axes[path]
+        rows, columns = ([shape[axis] for axis in x] for x in (axes.rows, axes.columns))
+        window, other = (
+            math.prod(x) // max(1, *x) if len(x) > 2 else 1 for x in (rows, columns)
+        )
+        return m // max(1, window), n // max(1, other)
 
     def _is_twice_as_wide(self, path: Any, row: ParameterRow) -> bool:
         """Whether a projection up makes two numbers for each that its down one takes."""
@@ -145,7 +163,7 @@ class Checks:
 
         What is split or joined between two layers fits as a multiple.
         """
-        m, n = row.m, row.n
+        m, n = self._channels(path, row.m, row.n)
         own, others = list[tuple[int, ...]](), list[tuple[int, ...]]()
         for other, sizes in self.sides.items():
             beside = self.above[other] == self.above[path]
@@ -154,8 +172,10 @@ class Checks:
         transposed = row.why != MODULE and keys_on(path)[-1:] == ("weight",)
         if (m,) in own or (transposed and (n,) not in own):
             m, n = n, m
-        fits = any(n % size == 0 or size % n == 0 for size in lengths)
-        return row.matrices == 1 and m in lengths and not fits
+        wide = {size for size in lengths if size > max(_PARTS)}  # Not colours, say.
+        fits = any(n % size == 0 or size % n == 0 for size in wide)
+        flattened = any(m % size == 0 for size in lengths)
+        return row.matrices == 1 and flattened and not fits
 
     def _beside(self, path: Any) -> Iterator[Any]:
         """The paths of the parameters of the modules beside that of a leaf."""
