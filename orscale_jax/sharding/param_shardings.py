@@ -90,15 +90,24 @@ class ParamSpecs:
                     others = (x for x in self._placed.get(key, []) if x != spec)
                     self._placed[key] = [*others, spec]
 
+    def given(self, tree: PyTree, mesh: AbstractMesh | None) -> list[Any] | None:
+        """The specs of the argument, if there is one, for the leaves of a bare tree.
+
+        A mesh has to fit them.
+        """
+        param_shardings = self._given
+        if param_shardings is None:
+            return None
+        if is_function(
+            param_shardings, lambda x: _says_sharding(x) or hasattr(x, "sharding")
+        ):
+            param_shardings = param_shardings(tree)
+        return jax.tree.leaves(_given_specs(param_shardings, tree, mesh))
+
     def on(self, mesh: AbstractMesh, tree: PyTree) -> list[PartitionSpec | None]:
         """The specs of the leaves of a bare tree on a mesh; None where nobody says it."""
-        if self._given is not None:
-            param_shardings = self._given
-            if is_function(
-                param_shardings, lambda x: _says_sharding(x) or hasattr(x, "sharding")
-            ):
-                param_shardings = param_shardings(tree)
-            return jax.tree.leaves(_given_specs(param_shardings, tree, mesh))
+        if (given := self.given(tree, mesh)) is not None:
+            return given
         specs, unknown, otherwise = [], [], []
         for path, leaf in jax.tree.leaves_with_path(tree):
             spec = self._learned(path, leaf, mesh)
@@ -166,7 +175,7 @@ def _says_sharding(node: Any) -> bool:
     return node is None or is_box(node) or isinstance(node, NamedSharding | PartitionSpec)
 
 
-def _given_specs(prefix: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
+def _given_specs(prefix: PyTree, tree: PyTree, mesh: AbstractMesh | None) -> PyTree:
     """A spec for each leaf of a tree, from a prefix of it."""
 
     def spec_of(path: Any, leaf: Any, node: Any) -> PartitionSpec:
@@ -184,7 +193,7 @@ def _given_specs(prefix: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
                     "pass a tree of jax.sharding.NamedSharding or PartitionSpec, or of "
                     "arrays (or jax.ShapeDtypeStruct) that have shardings",
                 )
-        if misfit := _misfit(spec, np.shape(leaf), mesh):
+        if mesh is not None and (misfit := _misfit(spec, np.shape(leaf), mesh)):
             raise ValueError(
                 f"param_shardings has {spec} for parameter {name_and_shape(path, leaf)}: "
                 f"{misfit}. Pass the shardings that the parameters have."

@@ -735,10 +735,10 @@ def test_parameters_of_another_model():
         numbers({"mlp": {"kernel": jnp.ones((2, 3))}})
     numbers = linen_dimension_numbers(nn.Dense(3), jnp.ones((1, 2)))
     variables = {"params": {"kernel": jnp.ones((2, 3))}}
-    message = r"'params\.kernel' is no parameter of the module .* its parameters only"
+    assert numbers(variables) == {"params": {"kernel": MATRIX}}  # As e3nn trains them.
+    message = r"'cache\.kernel' is no parameter of the module .* its parameters only"
     with pytest.raises(ValueError, match=message):
-        numbers(variables)
-    assert numbers(variables["params"]) == {"kernel": MATRIX}
+        numbers(variables | {"cache": variables["params"]})
 
 
 def test_overrides_come_before_names_and_types():
@@ -841,6 +841,44 @@ def test_a_tied_table_takes_adamw(vocabulary, layer):
     name = "decoder.kernel" if layer else "decoder"
     wanted = {name: None, "layer.kernel": MATRIX}
     assert nnx_table(Tied(vocabulary, layer)) == wanted
+
+
+class TiedLinen(nn.Module):
+    """Its head reads the variables of its embedding, as in Transformers' Flax models."""
+
+    logits: object
+    make: object = nn.initializers.normal()
+
+    @nn.compact
+    def __call__(self, tokens):
+        table = nn.Embed(11, 8, embedding_init=self.make, name="wte")
+        x = nn.Dense(8, name="layer")(table(tokens))
+        return self.logits(x, table.variables["params"]["embedding"])
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        lambda x, table: nn.Dense(11, use_bias=False).apply(
+            {"params": {"kernel": table.T}}, x
+        ),
+        lambda x, table: jnp.dot(x, jnp.transpose(table)),
+        lambda x, table: (table @ x.T).T,
+        lambda x, table: x @ -table[:5].astype(x.dtype).T,
+        lambda x, table: x @ (2 * table).reshape(table.shape[0], -1).T,
+        lambda x, table: x @ (table / 2).T + 0 * (table + 1).sum(),
+        lambda x, table: x @ nn.unbox(table).T,
+    ],
+)
+def test_a_model_may_read_the_variables_of_its_modules(logits):
+    wanted = {"wte.embedding": None, "layer.kernel": MATRIX, "layer.bias": None}
+    tokens = jnp.ones(3, int)
+    assert linen_table(TiedLinen(logits), tokens) == wanted
+    boxed = nn.with_partitioning(nn.initializers.normal(), ("vocab", None))
+    model = TiedLinen(lambda x, table: logits(x, nn.unbox(table)), boxed)
+    assert linen_dimension_numbers(model, tokens)(
+        model.init(jax.random.key(0), tokens)["params"]
+    )["wte"] == {"embedding": None}
 
 
 def test_layers_that_share_a_kernel():
