@@ -12,7 +12,7 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import validate
-from orscale_jax.transforms import momentum as int8_blocks
+from orscale_jax.transforms import momentum as int8_blocks, orthogonalize
 from orscale_jax.transforms.momentum import TRACE, TRACE_SCALE
 from orscale_jax.transforms.trust_ratio import NUMBERS
 from orscale_jax.trees.boxes import PyTree, rebox, trained, unbox
@@ -25,6 +25,7 @@ _MOMENTS = frozenset({TRACE, "mu", "nu"})
 # Fields of states that hold arguments: of optax.contrib.muon and of schedule_free. Those
 # of inject_hyperparams are below "hyperparams".
 _SETTINGS = frozenset({"ns_coeffs", "b1"})
+_CHANGED = 0.25  # A step does not change a matrix's norm by so much.
 
 
 class _OldState:
@@ -93,6 +94,7 @@ class _Conversion:
     old: _OldState
     new: _OldState
     shapes: dict[Path, tuple[int, ...]]
+    norms: dict[Path, jax.Array]  # Of the matrices of each parameter.
     momentum: Any
     nesterov: bool
     allow_new: bool
@@ -104,6 +106,12 @@ class _Conversion:
         resized = self.old.shapes(owner, TRACE, "mu") - {of_param}
         if old is None or (shape != of_param and (resized or np.shape(old) != shape)):
             return entry.array  # What was kept of other matrices starts over, too.
+        if entry.field in NUMBERS and (now := self.norms.get(owner or ())) is not None:
+            then = self.old.array("weight_norm", entry)
+            pairs = (jnp.linalg.norm(now), jnp.linalg.norm(then)), (now, then)
+            whole, each = ((abs(x - y) <= _CHANGED * y).all() for x, y in pairs)
+            # The weights are those of the state, but they form other matrices.
+            return jnp.where(whole & ~each, entry.array, old).astype(entry.array.dtype)
         if np.shape(old) != shape:
             if not self.allow_new:
                 raise ValueError(
@@ -225,7 +233,9 @@ def convert_state(
 
     A leaf may hold other matrices than before, such as a matrix for each head or parts of
     a fused projection. Its momentum is kept, and the numbers of each matrix, such as c,
-    start over.
+    start over. If there are as many matrices as before, such as with another ``stride``,
+    the numbers start over if the norm of a matrix differs by more than a quarter from the
+    stored one, and that of the leaf does not.
 
     The momentum of :func:`optax.contrib.muon` is an average, :math:`(1 - \mu)` times the
     sum M of this library. The two terms of its Nesterov momentum have different bias
@@ -289,7 +299,8 @@ def convert_state(
     validate.flag("nesterov", nesterov)
     # A new state begins with numbers from the host, as that of optimizer.init does.
     with jax.transfer_guard_host_to_device("allow"):
-        new = transformation.init(params)
+        with orthogonalize.initialized.open() as traced:
+            new = transformation.init(params)
         bare, bare_params = unbox(new), unbox(params)
         if isinstance(bare_params, optax.LookaheadParams):
             bare_params = bare_params.fast  # Of which the state is.
@@ -311,8 +322,18 @@ def convert_state(
         decoded = _decoded(wanted)
         leaves = jax.tree.leaves_with_path(bare_params)
         shapes = {names_on(path): np.shape(leaf) for path, leaf in leaves}
+        axes_of = {
+            names_on(path): axes
+            for matrices, _ in traced
+            for path, axes in zip(matrices.paths, matrices.of_leaves, strict=True)
+        }
+        norms = {
+            names_on(path): axes_of[names_on(path)].norms(jnp.asarray(leaf, jnp.float32))
+            for path, leaf in leaves
+            if names_on(path) in axes_of
+        }
         conversion = _Conversion(
-            old, _OldState(decoded), shapes, momentum, nesterov, allow_new
+            old, _OldState(decoded), shapes, norms, momentum, nesterov, allow_new
         )
         _refuse_unfit(conversion)
         arrays = {entry[:2]: conversion.array(entry) for entry in decoded}

@@ -647,3 +647,22 @@ def test_a_state_with_a_field_for_a_state():
         params = optax.apply_updates(params, updates)
     converted = convert_state(state, optimizer, params)
     jax.tree.map(np.testing.assert_array_equal, converted, state)
+
+
+@pytest.mark.parametrize("old", [0, 1])
+def test_numbers_of_as_many_other_matrices_start_over(old):
+    """Halves of columns and columns in turn; every second column is ten times as long."""
+    halves = [
+        BlockDimensionNumbers(0, 1, block_axis=1, blocks=2, stride=x) for x in (8, 1)
+    ]
+    params = {"w": tree(0)["up"] * jnp.array([[1.0, 10.0] * 8])}
+    of = [orscale(RATE, weight_dimension_numbers={"w": numbers}) for numbers in halves]
+    state = runs.run(of[old], params, 1, lambda _: params)[-1][1]
+    for new in (0, 1):
+        converted = jax.jit(convert_state, static_argnums=1)(state, of[new], params)
+        _, after = of[new].update(params, converted, params)
+        kept = readout(converted, "calibration")["w"]
+        wanted = readout(state, "calibration")["w"] * (new == old)
+        np.testing.assert_array_equal(kept, wanted)
+        ratios = readout(after, "raw_trust_ratio")["w"]
+        np.testing.assert_allclose(ratios, 1, rtol=0.1)
