@@ -130,10 +130,19 @@ def shard_as(x: jax.Array, like: jax.Array, entries: Iterable[Any]) -> jax.Array
 def full(
     shape: Sequence[int], value: float, dtype: DTypeLike, like: jax.Array
 ) -> jax.Array:
-    """An array of one value, varying over the axes of ``shard_map`` as ``like`` does."""
+    """An array of one value, on the mesh of ``like``.
+
+    It varies over the axes of ``shard_map`` as ``like`` does.
+    """
     if isinstance(like, jax.core.Tracer):
         return jax.lax.full_like(like, value, dtype, tuple(shape))
-    return jax.numpy.full(shape, value, dtype)
+    where = getattr(like, "sharding", None)
+    where = (
+        NamedSharding(where.mesh, PartitionSpec())
+        if isinstance(where, NamedSharding)
+        else None
+    )
+    return jax.numpy.full(shape, value, dtype, device=where)
 
 
 def split(leaf: jax.Array, axis: int, count: int) -> jax.Array:
