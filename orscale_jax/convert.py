@@ -12,6 +12,7 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import validate
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms import momentum as int8_blocks, orthogonalize
 from orscale_jax.transforms.momentum import TRACE, TRACE_SCALE
 from orscale_jax.transforms.trust_ratio import NUMBERS
@@ -124,7 +125,11 @@ class _Conversion:
             if len(shape) != np.ndim(old) or sum(a != b for a, b in lengths) != 1:
                 return entry.array
             both = tuple(map(slice, map(min, lengths)))
-            old = entry.array.at[both].set(jnp.asarray(old, entry.array.dtype)[both])
+            whole, kept = (
+                typed_sharding.gather(jnp.asarray(x)) for x in (entry.array, old)
+            )
+            old = whole.at[both].set(kept.astype(whole.dtype)[both])
+            old = typed_sharding.shard_like(old, entry.array)
         # A copy, so that a donated step does not delete the arrays of the old state.
         return jnp.array(old, jnp.result_type(entry.array), copy=True)
 

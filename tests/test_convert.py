@@ -12,7 +12,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
@@ -22,6 +22,7 @@ from orscale_jax import (
     muon,
     orscale,
     polar_factor,
+    state_shardings,
 )
 from tests import runs
 from tests.runs import mesh_of, readout
@@ -421,6 +422,24 @@ def test_a_vocabulary_of_another_length(options, length):
     np.testing.assert_array_equal(updates["other"], wanted["other"])
     assert jnp.isfinite(updates["up"]).all()
     assert readout(after, "trust_ratio")["up"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("options", [{}, {"mu_dtype": "int8"}], ids=["", "int8"])
+def test_a_longer_vocabulary_on_a_mesh(options):
+    """The axis that grows is sharded, on Explicit axes."""
+    optimizer, mesh = orscale(RATE, **options), mesh_of({"x": 8}, AxisType.Explicit)
+    old, new = (
+        runs.tree(0, shapes={"embed": (length, 8), "up": (8, 2 * length)})
+        for length in (8, 16)
+    )
+    _, _, state = runs.first_update(optimizer, old, old)
+    wanted = convert_state(state, optimizer, new, allow_new=True)
+    with jax.set_mesh(mesh):
+        old, new = (runs.placed(tree, mesh, P("x")) for tree in (old, new))
+        state = jax.device_put(state, state_shardings(optimizer, old))
+        found = convert_state(state, optimizer, new, allow_new=True)
+    assert optax.tree.get(found, "mu")["embed"].sharding.spec[0] == "x"
+    assert_close(found, wanted, rtol=0)
 
 
 def test_a_run_of_sgd_continues():
