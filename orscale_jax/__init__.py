@@ -14,8 +14,10 @@ from orscale_jax.audit.description import (
     Total as Total,
 )
 from orscale_jax.audit.plan import Group as Group, Plan as Plan
-from orscale_jax.audit.resumed import check_state as check_state
-from orscale_jax.convert import convert_state as convert_state
+from orscale_jax.convert import (
+    check_state as check_state,
+    convert_state as convert_state,
+)
 from orscale_jax.family.neurons import NeuronRMSState as NeuronRMSState
 from orscale_jax.family.sphere import InitialNormState as InitialNormState
 from orscale_jax.newton_schulz.coefficients import (

@@ -273,8 +273,6 @@ def takes(
     before the section "Returns" of the function's own docstring.
     """
     signature = inspect.signature(arguments)
-    # A tuple, since what is in a closure has to be hashed and copied.
-    of_orscale = tuple(inspect.signature(OrScaleArguments).parameters)
     mro: tuple[type, ...] = getattr(arguments, "__mro__", ())
     docs = [inspect.cleandoc(cls.__doc__ or "") for cls in reversed(mro)]
     described = [doc.split("Args:\n")[1] for doc in docs if "Args:\n" in doc]
@@ -284,7 +282,7 @@ def takes(
 
         @functools.wraps(make)
         def optimizer(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Optimizer:
-            validate.arguments(name, signature, args, kwargs, of_orscale)
+            validate.bound(name, signature, args, kwargs)
             return make(arguments(*args, **kwargs))
 
         head, returns, rest = (inspect.getdoc(make) or "").partition("\nReturns:")

@@ -1,4 +1,4 @@
-"""Conversion of one optimizer's state to another's, for a run that continues."""
+"""The state of a run that continues: converted, or checked after it was restored."""
 
 import dataclasses
 import itertools
@@ -12,13 +12,20 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import validate
-from orscale_jax.sharding import typed_sharding
+from orscale_jax.family.sphere import InitialNormState
+from orscale_jax.sharding import param_shardings, typed_sharding
 from orscale_jax.transforms import momentum as int8_blocks, orthogonalize
 from orscale_jax.transforms.momentum import TRACE, TRACE_SCALE
-from orscale_jax.transforms.trust_ratio import NUMBERS
+from orscale_jax.transforms.trust_ratio import NUMBERS, CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree, rebox, trained, unbox
-from orscale_jax.trees.checks import StateArray, array_type, state_arrays
-from orscale_jax.trees.names import Path, listed, names_on
+from orscale_jax.trees.checks import (
+    StateArray,
+    array_type,
+    require_state,
+    state_arrays,
+)
+from orscale_jax.trees.names import Path, by_name, listed, names_on
+from orscale_jax.trees.nodes import nodes_of
 
 _NUMBERS = "numbers"  # The field of the ratio's state that holds NUMBERS.
 _COUNTS = frozenset({"count", "gradient_step", "mini_step"})
@@ -26,7 +33,7 @@ _MOMENTS = frozenset({TRACE, "mu", "nu"})
 # Fields of states that hold arguments: of optax.contrib.muon and of schedule_free. Those
 # of inject_hyperparams are below "hyperparams".
 _SETTINGS = frozenset({"ns_coeffs", "b1"})
-_CHANGED = 0.25  # A step does not change a matrix's norm by so much.
+_CHANGED = 0.25  # A step does not change most matrices' norms by so much.
 
 
 class _OldState:
@@ -53,8 +60,8 @@ class _OldState:
         return any((field, owner) in self.of_params for field in fields)
 
     def shapes(self, owner: Path | None, *fields: str) -> set[tuple[int, ...]]:
-        held = [] if owner is None else [self.of_params.get((f, owner)) for f in fields]
-        return {np.shape(entry.array) for arrays in held for entry in arrays or ()}
+        kept = [] if owner is None else [self.of_params.get((f, owner)) for f in fields]
+        return {np.shape(entry.array) for entries in kept for entry in entries or ()}
 
     def array(self, field: str, wanted: StateArray) -> Any:
         """The array of a field of an entry's parameter, at its own place or the only."""
@@ -318,25 +325,16 @@ def convert_state(
             state,
             is_leaf=_is_variable,
         )
-        readings = (
+        found = (
             state_arrays(unbox(tree), bare_params, fields)
             for tree in (state, without_variables)
         )
-        held = max(readings, key=lambda read: sum(x.owner is not None for x in read))
-        old = _OldState(_decoded(held))
+        entries = max(found, key=lambda each: sum(x.owner is not None for x in each))
+        old = _OldState(_decoded(entries))
         decoded = _decoded(wanted)
         leaves = jax.tree.leaves_with_path(bare_params)
         shapes = {names_on(path): np.shape(leaf) for path, leaf in leaves}
-        axes_of = {
-            names_on(path): axes
-            for matrices, _ in traced
-            for path, axes in zip(matrices.paths, matrices.of_leaves, strict=True)
-        }
-        norms = {
-            names_on(path): axes_of[names_on(path)].norms(jnp.asarray(leaf, jnp.float32))
-            for path, leaf in leaves
-            if names_on(path) in axes_of
-        }
+        norms = _norms(traced, bare_params)
         conversion = _Conversion(
             old, _OldState(decoded), shapes, norms, momentum, nesterov, allow_new
         )
@@ -355,6 +353,85 @@ def convert_state(
         if transformation is not optimizer:  # Its variables hold an array each.
             return jax.tree.unflatten(jax.tree.structure(optimizer.opt_state), converted)
         return rebox(jax.tree.unflatten(jax.tree.structure(bare), converted), new)
+
+
+@param_shardings.audit()
+def check_state(
+    state: optax.OptState, optimizer: optax.GradientTransformation, params: PyTree
+) -> None:
+    """Refuse a restored state that does not belong to the optimizer and the parameters.
+
+    Call it after a restore and before the first step, with any Optax optimizer. The state
+    has to have the structure, shapes and kinds of dtypes of ``optimizer.init(params)``.
+    The arrays of the parameters have to be finite. The states of :func:`orscale` and
+    ``family.hyperball`` also hold the norms of the matrices, by which a state of another
+    model is told from that of this one, even if all its names and shapes agree.
+
+    Args:
+      state: The restored state.
+      optimizer: The optimizer, which may be a ``flax.nnx.Optimizer``.
+      params: The restored parameters, or a model of Flax NNX.
+
+    Raises:
+      ValueError: If the state does not fit. The message names the array and the
+        parameter.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import check_state, muon
+      >>> params, optimizer = {"kernel": jnp.eye(2)}, muon(1e-3)
+      >>> check_state(optimizer.init(params), optimizer, params)
+    """
+    params = trained(params, optimizer)
+    optimizer = getattr(optimizer, "tx", optimizer)
+    validate.transformation("optimizer", optimizer)
+    with orthogonalize.initialized.open() as polar:
+        # A new function, so that it is traced, here and when init is called.
+        wanted = jax.eval_shape(lambda params: optimizer.init(params), params)
+    bare, weights = unbox((state, params))
+    require_state(bare, unbox(wanted), weights)
+    for entry in state_arrays(bare, weights, by_structure=True):
+        if entry.owner is None or not jnp.issubdtype(entry.array.dtype, jnp.inexact):
+            continue
+        # c is infinite for a matrix that was zero.
+        bad = jnp.isnan if entry.field == "numbers" else lambda x: ~jnp.isfinite(x)
+        if jax.device_get(bad(entry.array).any()):
+            raise ValueError(
+                f"{entry.field} of parameter {entry.name} is not finite in the restored "
+                "state: restore an earlier checkpoint."
+            )
+    stored: dict[Path, Any] = {}
+    for node in nodes_of(bare, CalibratedTrustRatioState):
+        # Where W was zero, c is zero, and the norm grows fast at first.
+        norms = jax.tree.map(
+            lambda c, x: jnp.where(c > 0, x, 0), node.calibration, node.weight_norm
+        )
+        stored |= by_name(norms)
+    for node in nodes_of(bare, InitialNormState):
+        stored |= by_name(node.initial_norm)
+    changes = list[Any]()
+    for name, norms in _norms(polar, weights).items():
+        if name in stored:
+            now, then = map(np.ravel, jax.device_get((norms, stored[name])))
+            changes += [*(abs(now - then)[then > 0] / then[then > 0])]
+    if changes and np.quantile(changes, 0.25, method="lower") > _CHANGED:
+        raise ValueError(
+            "the state is that of another model: the norms of most matrices in it differ "
+            f"by more than {_CHANGED:.0%} from the parameters' norms. Restore both from "
+            "one checkpoint."
+        )
+
+
+def _norms(traced: Iterable[Any], params: PyTree) -> dict[Path, jax.Array]:
+    """The norms of the matrices of each parameter, by a trace of ``init``."""
+    leaf_of = by_name(params)
+    return {
+        names_on(path): axes.norms(jnp.asarray(leaf))
+        for matrices, _ in traced
+        for path, axes in zip(matrices.paths, matrices.of_leaves, strict=True)
+        # Of an init in jax.vmap, the axes are those of one of several models.
+        if np.ndim(leaf := leaf_of[names_on(path)]) == len(axes.batch + axes.matrix)
+    }
 
 
 def _is_variable(node: Any) -> bool:

@@ -3,42 +3,17 @@
 Values that are known only when the program runs (traced values, schedules) pass.
 """
 
-import difflib
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
 #: The arguments that may be schedules.
 SCHEDULED = ("learning_rate", "weight_decay", "adam_learning_rate", "adam_weight_decay")
-
-# What Optax, PyTorch and papers call arguments that have other names here.
-_OTHER_NAMES = {
-    "lr": "learning_rate",
-    "beta": "momentum",
-    "mu": "momentum",
-    "wd": "weight_decay",
-    "beta1": "adam_b1",
-    "beta2": "adam_b2",
-}
-_PAIRS = {"betas": ("adam_b1", "adam_b2")}  # What has two names here.
-# Arguments of other functions.
-_ELSEWHERE = {
-    "head_size": (
-        "it is an argument of by_path and of nnx_dimension_numbers: pass "
-        "weight_dimension_numbers=by_path({}, head_size=...)."
-    ),
-    "weight_dimension_numbers": (
-        "it is an argument of the optimizer: muon(rate, weight_dimension_numbers=...)."
-    ),
-}
 
 
 def refuse(name: str, value: Any, remedy: str) -> NoReturn:
@@ -46,56 +21,19 @@ def refuse(name: str, value: Any, remedy: str) -> NoReturn:
     raise ValueError(f"{name}={value!r} is not valid: {remedy}.")
 
 
-def checks_arguments(
-    function: Callable[Parameters, Result],
-) -> Callable[Parameters, Result]:
-    """Have a function say what to write for arguments that it does not take."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        arguments(function.__name__, signature, args, kwargs)
-        return function(*args, **kwargs)
-
-    return called
-
-
-def arguments(
-    function: str,
-    signature: inspect.Signature,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    of_orscale: Collection[str] = (),
-) -> None:
-    """Say what to write in place of arguments that a function does not take."""
+def bound(function: str, signature: inspect.Signature, args: Any, kwargs: Any) -> None:
+    """Refuse arguments that a function does not take, and schedules for numbers."""
     known = signature.parameters
-    for name in (name for name in kwargs if name not in known):
-        parts = (_OTHER_NAMES.get(part, part) for part in name.split("_"))
-        likely = [ours := "_".join(parts), *_PAIRS.get(name, ())]
-        likely += [other for other in known if other.endswith(f"_{name}")]
-        likely += difflib.get_close_matches(ours, known, n=1)
-        suggestions = dict.fromkeys(other for other in likely if other in known)
-        hint = f"its arguments are {', '.join(known)}."
-        if name in of_orscale:
-            hint = f"{name} is orscale's argument; {function} has none."
-        elif name in _ELSEWHERE:
-            hint = _ELSEWHERE[name]
-        elif suggestions:
-            joined = " and " if name in _PAIRS else " or "
-            hint = f"did you mean {joined.join(suggestions)}?"
-        raise TypeError(
-            f"{function}() got an unexpected keyword argument {name!r}: {hint}"
-        )
     try:
-        bound = signature.bind(*args, **kwargs).arguments
+        given = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        by_name = [n for n, p in known.items() if p.kind is p.KEYWORD_ONLY]
-        remedy = f": pass {by_name[0]} and the others by name" if by_name else ""
-        remedy = remedy if "too many" in str(error) else ""
-        if "multiple values" in str(error):
-            remedy = f": its arguments are {', '.join(known)}"
-        raise TypeError(f"{function}(): {error}{remedy}.") from None
-    for name, value in bound.items():
+        by_name = [name for name, x in known.items() if x.kind is x.KEYWORD_ONLY]
+        others = [name for name in known if name not in by_name]
+        raise TypeError(
+            f"{function}(): {error}: its arguments are {', '.join(others)}, and by name "
+            f"{', '.join(by_name)}."
+        ) from None
+    for name, value in given.items():
         is_number = type(known[name].default) in (int, float)
         if is_number and callable(value) and name not in SCHEDULED:
             required = [n for n, p in known.items() if p.default is p.empty]

@@ -980,31 +980,12 @@ def test_dtypes_of_too_few_bits(dtype):
 # Arguments.
 
 
-MEANT = {
-    "b1": "adam_b1", "beta": "momentum", "lr": "learning_rate",
-    "adam_lr": "adam_learning_rate", "adam_wd": "adam_weight_decay",
-    "mask": "weight_decay_mask", "momentun": "momentum", "coeffs": "ns_coeffs",
-    "dtype": "mu_dtype or ns_dtype", "decay": "weight_decay or adam_weight_decay",
-    "betas": "adam_b1 and adam_b2",
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("factory", [orscale, muon, family.normuon])
-def test_arguments_of_other_names(factory, subtests):
-    for given, meant in MEANT.items():
-        with (
-            subtests.test(given),
-            pytest.raises(TypeError, match=f"argument '{given}': did you mean {meant}"),
-        ):
-            factory(RATE, **{given: 0.9})
-    with pytest.raises(TypeError, match="its arguments are learning_rate, "):
+def test_arguments_of_other_names(factory):
+    with pytest.raises(TypeError, match="'xyz': its arguments are learning_rate, "):
         factory(RATE, xyz=1)
-    with pytest.raises(TypeError, match=r"by_path\(\{\}, head_size=\.\.\.\)"):
-        factory(RATE, head_size=8)
     name = rf"{factory.__name__}\(\): "
-    with pytest.raises(
-        TypeError, match=f"{name}too many.*: pass momentum and the others"
-    ):
+    with pytest.raises(TypeError, match=f"{name}too many"):
         factory(RATE, 0.1)
     with pytest.raises(TypeError, match=f"{name}missing .* 'learning_rate'"):
         factory()

@@ -111,7 +111,7 @@ def test_a_schedule_for_a_number(name, subtests):
 
 
 def test_arguments_that_are_missing_or_anothers():
-    with pytest.raises(TypeError, match="'r_min': r_min is orscale's argument; muon has"):
+    with pytest.raises(TypeError, match="'r_min': its arguments are"):
         muon(1e-3, r_min=0.2)
     with pytest.raises(TypeError, match=r"muon\(\): missing a required .*learning_rate"):
         muon()

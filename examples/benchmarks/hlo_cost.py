@@ -37,7 +37,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from orscale_jax.audit.hlo import (
+from examples.benchmarks.hlo import (
     CALLED,
     CALLS,
     FUSIONS,
@@ -47,7 +47,7 @@ from orscale_jax.audit.hlo import (
     parse,
     runs,
 )
-from orscale_jax.audit.program import TRANSFERS, Collective, collectives, flops_of
+from examples.benchmarks.program import TRANSFERS, Collective, collectives, flops_of
 from orscale_jax.newton_schulz.hardware import Hardware
 
 # What only names an array, or calls something else.

@@ -18,11 +18,11 @@ import jax
 
 from examples.benchmarks import hlo_cost
 from examples.benchmarks.ahead_of_time import SCOPES, find_target, line, trained
+from examples.benchmarks.hlo import parse, runs
 from examples.pretrain.errors import exit_code_of
 from examples.pretrain.operation.peaks import peak_flops
 from examples.pretrain.recipes import parse as parse_recipe
 from examples.pretrain.tasks import make_task
-from orscale_jax.audit.hlo import parse, runs
 
 ROWS, CARD = 10, "H100"
 

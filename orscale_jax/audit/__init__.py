@@ -8,10 +8,7 @@ description  ``Description``, its rows and sums, and the table that ``print`` sh
 plan         the report of the plan of Newton–Schulz
 probe        what an optimizer's first update does
 certificate  whether an update on a mesh is that of one device, and what is sent for it
-causes       the likely cause of an update that differs on a mesh
 program      what a compiled program sends and multiplies
-hlo          the text of a compiled program, as instructions that run
-resumed      the check of a restored state
 state        the abstract state of an optimizer, by parameter
 checks       reasons to look at a matrix
 ===========  =======================================================================

@@ -3,8 +3,7 @@
 import dataclasses
 import functools
 import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -13,10 +12,8 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from orscale_jax.audit import hlo
-from orscale_jax.audit.causes import Array, Shards, cause_of
 from orscale_jax.audit.probe import draw, runnable, running_mesh
-from orscale_jax.audit.program import collectives, flops_of
+from orscale_jax.audit.program import flops_of, parse, runs, sent_by
 from orscale_jax.audit.state import leaves_by_path
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.sharding import param_shardings, typed_sharding
@@ -24,6 +21,8 @@ from orscale_jax.sharding.state_shardings import state_shardings
 from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.names import distinct_names, merged
 
+Array: TypeAlias = np.ndarray[Any, Any]
+Shards: TypeAlias = list[tuple[tuple[slice, ...], Array]]  # Places and values.
 # The second: an optimizer that closes over a mesh is made again for one device.
 Optimizer: TypeAlias = (
     optax.GradientTransformation | Callable[[Mesh], optax.GradientTransformation]
@@ -37,6 +36,7 @@ _UPDATES, _MORE_UPDATES, _COMPARED = 128, 4, 2
 # inside, and by a digit of bfloat16 in the parameters' own dtypes.
 _TOLERANCE, _ROUNDINGS, _MARGIN = 1e-3, 4, 4
 _NUDGE, _OWN_NUDGE = 2.0**-14, 2.0**-8
+_CLOSE = 5e-3  # Of a multiple, in float32.
 
 
 class Sent(NamedTuple):
@@ -198,78 +198,88 @@ def certify(
 ) -> Certificate:
     """Compare updates on a mesh with those of one device: see :func:`assert_same_on`."""
     running = running_mesh(mesh)
-    leaves, structure = jax.tree.flatten(params)
-    paths = [*leaves_by_path(unbox(params))]
-    names = distinct_names(paths)
-    # Without axes, the last two are a matrix.
-    counted = [(*range(np.ndim(leaf)),) for leaf in leaves]
-    readings = [
-        axes_of.get(path) or MatrixAxes(axes[:-2], axes[-2:-1], axes[-1:])
-        for path, axes in zip(paths, counted, strict=True)
-    ]
-    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-    specs = [
-        x.spec if isinstance(x, NamedSharding) else PartitionSpec() for x in shardings
-    ]
     first = np.reshape(running.local_devices[:1], (1,) * running.devices.ndim)
     single = Mesh(first, running.axis_names, axis_types=running.axis_types)
-    chain_on = functools.partial(_Chain, optimizer, structure, specs)
-    # A mesh may be there to compile for it only.
-    target = mesh if isinstance(mesh, Mesh) else running
-    own = [jnp.result_type(leaf) for leaf in leaves]
+    leaves, structure = [*_leaves(params, axes_of)], jax.tree.structure(params)
+    chain_on = functools.partial(_Chain, optimizer, structure, [x.spec for x in leaves])
+    own = [leaf.dtype for leaf in leaves]
     wide = [
-        jnp.promote_types(x, jnp.float32) if jnp.issubdtype(x, jnp.inexact) else x
-        for x in own
+        jnp.promote_types(dtype, jnp.float32)
+        if jnp.issubdtype(dtype, jnp.inexact)
+        else dtype
+        for dtype in own
     ]
+    passes = [(wide, _NUDGE)]
+    if own != wide:
+        passes.append((own, _OWN_NUDGE))
     errors, causes = list[list[float]](), dict[int, str]()
-    passes = (wide, _NUDGE), (own, _OWN_NUDGE)
-    for dtypes, nudge in passes[: 1 + (own != wide)]:
-        arrays = [
+    for dtypes, nudge in passes:
+        weights, *grads = [
             [
-                np.asarray(draw(np.shape(leaf), dtype, None)(3 * i + seed, size))
+                np.asarray(draw(leaf.shape, dtype, None)(3 * i + seed, size))
                 for i, (leaf, dtype) in enumerate(zip(leaves, dtypes, strict=True))
             ]
             for seed, size in enumerate((0.02, 1.0, 1.0))
         ]
         on_mesh, on_one = chain_on(running), chain_on(single)
-        found, differences = _compared(on_mesh, on_one, arrays, readings)
-        noise = _noise(on_one, arrays, readings, differences, nudge)
-        for i, limit in ((i, _MARGIN * x) for i, x in noise.items()):
+        found, differences = _compared(on_mesh, on_one, weights, grads, leaves)
+        noise = _noise(on_one, weights, grads, leaves, differences, nudge)
+        for i, error in noise.items():
+            limit = _MARGIN * error
             if found[i] <= limit or limit >= 1:
                 del differences[i]
             if limit >= 1:
                 causes.setdefault(i, "rounding decides it, on one device as well")
         if not errors:
+            causes |= _causes(on_mesh, on_one, weights, grads, differences)
             program, alone = on_mesh.program, on_one.program
-            if target != running:
-                on_target = chain_on(target)
-                arguments = jax.tree.map(on_target.like, on_mesh.arguments)
-                state_shardings(on_target.optimizer, arguments[-1])  # It is told of them.
-                program = on_target.compiled(arguments)
-            causes |= _causes(on_mesh, on_one, arrays, readings, differences)
+            if isinstance(mesh, Mesh) and mesh != running:  # There to compile for only.
+                program = chain_on(mesh).compiled_like(on_mesh)
         for i in differences.keys() - causes.keys():
             causes[i] = "only in the parameters' dtypes: a cast, or a narrow sum"
         errors.append(found)
-    of_rows = enumerate(zip(names, zip(*errors, strict=True), strict=True))
-    return Certificate(
-        " × ".join(f"{size} {name}" for name, size in running.shape.items()),
-        tuple(CertificateRow(*row, causes.get(i, "")) for i, row in of_rows),
-        *_of_program(program, alone, target.size),
+    rows = tuple(
+        CertificateRow(leaf.name, tuple(found[i] for found in errors), causes.get(i, ""))
+        for i, leaf in enumerate(leaves)
     )
+    devices = mesh.size if isinstance(mesh, Mesh) else running.size
+    words = " × ".join(f"{size} {name}" for name, size in running.shape.items())
+    return Certificate(words, rows, *_of_program(program, alone, devices))
+
+
+class _Leaf(NamedTuple):
+    """A parameter, the axes of the mesh that shard it, and those of its matrices."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+    axes: MatrixAxes
+
+
+def _leaves(params: PyTree, axes_of: Mapping[Any, MatrixAxes]) -> Iterator[_Leaf]:
+    """The leaves of the parameters; without axes, the last two are a matrix."""
+    paths = [*leaves_by_path(unbox(params))]
+    leaves = zip(distinct_names(paths), paths, jax.tree.leaves(params), strict=True)
+    for name, path, leaf in leaves:
+        sharding, axes = getattr(leaf, "sharding", None), (*range(np.ndim(leaf)),)
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+        last_two = MatrixAxes(axes[:-2], axes[-2:-1], axes[-1:])
+        matrices = axes_of.get(path, last_two)
+        yield _Leaf(name, np.shape(leaf), jnp.result_type(leaf), spec, matrices)
 
 
 def _of_program(
     program: Any, alone: Any, devices: int
 ) -> tuple[tuple[Sent, ...], int, float, int]:
     """What a compiled program sends, its FLOPs, their repetition, and its temporaries."""
-    issued, issued_alone = (
-        [*hlo.runs(*hlo.parse(x.as_text() or ""), unknown_trips=1)]
-        for x in (program, alone)
-    )
+    issued, issued_alone = ([*runs(*parse(x.as_text()))] for x in (program, alone))
     sent: dict[tuple[str, bool], tuple[int, int]] = {}
-    for x in collectives(issued):
-        times, nbytes = sent.get((x.kind, x.looped), (0, 0))
-        sent[x.kind, x.looped] = times + x.times, nbytes + x.sent(devices)
+    for run in issued:
+        kind, nbytes = sent_by(run, devices)
+        if kind:
+            times, total = sent.get((kind, run.looped), (0, 0))
+            sent[kind, run.looped] = times + run.times, total + nbytes
     flops, flops_alone = (sum(map(flops_of, x)) for x in (issued, issued_alone))
     memory = program.memory_analysis()
     return (
@@ -322,6 +332,12 @@ class _Chain:
         is_weak = getattr(x, "weak_type", False)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where, weak_type=is_weak)
 
+    def compiled_like(self, other: "_Chain") -> Any:
+        """The program of the update of another chain, on this one's mesh."""
+        arguments = jax.tree.map(self.like, other.arguments)
+        state_shardings(self.optimizer, arguments[-1])  # It is told of them.
+        return self.compiled(arguments)
+
     def compiled(self, arguments: Any) -> Any:
         """The program of an update."""
         self.arguments = jax.tree.map(self.like, arguments)
@@ -347,24 +363,23 @@ _Differences: TypeAlias = dict[int, tuple[int, Shards, Array]]
 def _compared(
     on_mesh: _Chain,
     on_one: _Chain,
-    arrays: Sequence[Sequence[Array]],
-    readings: Sequence[MatrixAxes],
+    weights: Sequence[Array],
+    grads: Sequence[Sequence[Array]],
+    leaves: Sequence[_Leaf],
 ) -> tuple[list[float], _Differences]:
     """The largest error of each leaf, and the update that has it if it needs a cause."""
-    weights, *grads = arrays
-    chains = on_mesh, on_one
-    runs = zip(*(x.updates(weights, grads) for x in chains), strict=True)
-    errors, moved = [0.0] * len(weights), [0] * len(weights)
+    runs = zip(*(x.updates(weights, grads) for x in (on_mesh, on_one)), strict=True)
+    errors, moved = [0.0] * len(leaves), [0] * len(leaves)
     differences: _Differences = {}
     left = _UPDATES
     for step, (found, expected) in enumerate(runs):
-        for i, axes in enumerate(readings):
+        for i, leaf in enumerate(leaves):
             shards = [(x.index, _wide(x.data)) for x in found[i].addressable_shards]
             one = _wide(expected[i])
             off = np.zeros(one.shape, one.real.dtype)
             for at, values in shards:
                 off[at] = np.maximum(off[at], abs(values - one[at]))
-            error = _relative(off, one, axes)
+            error = _relative(off, one, leaf.axes)
             if error > max(errors[i], _TOLERANCE):
                 differences[i] = step, shards, one
             errors[i] = max(errors[i], error)
@@ -379,37 +394,35 @@ def _compared(
 
 def _noise(
     on_one: _Chain,
-    arrays: Sequence[Sequence[Array]],
-    readings: Sequence[MatrixAxes],
+    weights: Sequence[Array],
+    grads: Sequence[Sequence[Array]],
+    leaves: Sequence[_Leaf],
     differences: _Differences,
     nudge: float,
 ) -> dict[int, float]:
     """The largest errors that slightly other gradients make on one device."""
-    weights, *grads = arrays
-    signs, noise = np.random.default_rng(0), dict.fromkeys(differences, 0.0)
+    random, noise = np.random.default_rng(0), dict.fromkeys(differences, 0.0)
     steps = 1 + max((step for step, *_ in differences.values()), default=-1)
+
+    def nudged(x: Array) -> Array:
+        return (x * (1 + nudge * random.choice((-1, 1), x.shape))).astype(x.dtype)
+
     for _ in range(_ROUNDINGS if steps else 0):
-        nudged = [
-            [
-                (x * (1 + nudge * signs.choice((-1, 1), x.shape))).astype(x.dtype)
-                for x in xs
-            ]
-            for xs in grads
-        ]
-        updates = itertools.islice(on_one.updates(weights, nudged), steps)
-        for now, leaves in enumerate(updates):
+        others = jax.tree.map(nudged, grads)
+        updates = itertools.islice(on_one.updates(weights, others), steps)
+        for now, found in enumerate(updates):
             for i, (step, _, one) in differences.items():
                 if step == now:
-                    off = abs(_wide(leaves[i]) - one)
-                    noise[i] = max(noise[i], _relative(off, one, readings[i]))
+                    error = _relative(abs(_wide(found[i]) - one), one, leaves[i].axes)
+                    noise[i] = max(noise[i], error)
     return noise
 
 
 def _causes(
     on_mesh: _Chain,
     on_one: _Chain,
-    arrays: Sequence[Sequence[Array]],
-    readings: Sequence[MatrixAxes],
+    weights: Sequence[Array],
+    grads: Sequence[Sequence[Array]],
     differences: _Differences,
 ) -> dict[int, str]:
     """The likely cause of each difference."""
@@ -418,33 +431,76 @@ def _causes(
     def by_shards(along: Sequence[str], step: int) -> list[Shards]:
         """The updates of devices that have only their own shards along some axes."""
         maps = []
-        for spec, x in zip(on_mesh.specs, arrays[0], strict=True):
+        for spec, x in zip(on_mesh.specs, weights, strict=True):
             entries = map(typed_sharding.names, spec)
             cut = [tuple(name for name in names if name in along) for names in entries]
             sharding = NamedSharding(on_mesh.mesh, PartitionSpec(*cut))
             maps.append(sharding.devices_indices_map(x.shape).values())
         result = [Shards() for _ in maps]
         for places in {str(at): at for at in zip(*maps, strict=True)}.values():
-            weights, *grads = (
-                [x[at] for x, at in zip(each, places, strict=True)] for each in arrays
+            own, *own_grads = (
+                [x[at] for x, at in zip(each, places, strict=True)]
+                for each in (weights, *grads)
             )
             try:
-                *_, last = itertools.islice(on_one.updates(weights, grads), step + 1)
+                *_, last = itertools.islice(on_one.updates(own, own_grads), step + 1)
             except Exception:  # The optimizer refuses shards.
                 break
             for shards, at, update in zip(result, places, last, strict=True):
                 shards.append((at, _wide(update)))
         return result
 
-    lengths = {name: size for name, size in on_mesh.mesh.shape.items() if size > 1}
-    numbers = range(1, len(lengths) + 1)
-    subsets = [x for n in numbers for x in itertools.combinations(lengths, n)]
-    counts = sorted({math.prod(lengths[name] for name in some) for some in subsets})
-    causes = {}
-    for i, (step, shards, wanted) in differences.items():
-        alone = ((" and ".join(x), by_shards(x, step)[i]) for x in subsets)
-        causes[i] = cause_of(shards, wanted, readings[i], counts, alone)
-    return causes
+    lengths = [name for name, size in on_mesh.mesh.shape.items() if size > 1]
+    subsets = [
+        x for n in range(len(lengths)) for x in itertools.combinations(lengths, n + 1)
+    ]
+    return {
+        i: _cause(shards, wanted, ((x, by_shards(x, step)[i]) for x in subsets))
+        for i, (step, shards, wanted) in differences.items()
+    }
+
+
+def _cause(
+    shards: Shards, wanted: Array, alone: Iterable[tuple[Sequence[str], Shards]]
+) -> str:
+    """The likely cause of a difference from one device, in words.
+
+    ``alone`` are the updates of devices that see only their shards along some axes.
+    """
+    found = np.zeros_like(wanted)
+    for at, values in shards:
+        found[at] = values
+    if not np.isfinite(found).all():
+        return "it is not finite on the mesh"
+    if any((found[at] != values).any() for at, values in shards):
+        return "devices that hold the same entries have different updates of them"
+    if not found.any() or not wanted.any():
+        return f"it moves on {'the mesh' if found.any() else 'one device'} only"
+    factor = _factor(found, wanted)
+    if factor is not None and abs(factor - 1) < _CLOSE:
+        return "it is off by a few digits of a narrow dtype: a cast, or a narrow sum"
+    if factor is not None:
+        return f"it is {factor:.3g} times as large: a norm or a scale of other shards"
+    matrices = [*np.ndindex(found.shape[:-2])] if found.ndim > 2 else []
+    if still := sum(not found[i].any() for i in matrices):
+        return f"{still} of {len(matrices)} matrices do not move on the mesh"
+    places = [*{str(at): at for at, _ in shards}.values()]
+    for what, parts in (("shard", places), ("matrix", matrices)):
+        factors = [_factor(found[i], wanted[i]) for i in parts if found[i].size > 1]
+        if len(factors) > 1 and None not in factors:
+            return f"each {what} has a factor of its own: a norm of each {what} alone"
+    for names, of_shards in alone:
+        factors = [_factor(found[at], values) for at, values in of_shards]
+        if factors and None not in factors:
+            return f"each shard along {' and '.join(names)} is computed alone"
+    return "no cause was found"
+
+
+def _factor(found: Array, wanted: Array) -> float | None:
+    """The number by which one array is a multiple of the other, if it is one."""
+    factor = float(np.vdot(wanted, found).real / (np.vdot(wanted, wanted).real or 1))
+    off = np.linalg.norm(found - factor * wanted)
+    return factor if off <= _CLOSE * np.linalg.norm(factor * wanted) else None
 
 
 def _wide(x: Any) -> Array:

@@ -129,11 +129,11 @@ class Checks:
         sides = (row.m, row.n), self._channels(path, row.m, row.n)
         longer = min(max(x) // max(1, min(x)) for x in sides)
         expected = {"router"} | EMBEDDING_OR_HEAD | VECTORS
-        if layer in DIVIDED and np.prod(row.batch_shape) > 1:
+        if layer in DIVIDED and row.matrices > 1:
             expected |= {layer}  # The heads, which are longer than they are wide.
         if longer >= _THIN and layer not in expected and not lora:
             yield f"{longer} times as long"
-        if 1 in row.batch_shape:
+        if any(shape[axis] == 1 for axis in axes.batch):
             yield "batch of one"
 
     def _channels(self, path: Any, m: int, n: int) -> tuple[int, int]:

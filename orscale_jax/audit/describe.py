@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from orscale_jax.audit.certificate import certify
 from orscale_jax.audit.checks import Checks
 from orscale_jax.audit.description import Description, ParameterRow
 from orscale_jax.audit.plan import Group, Plan
-from orscale_jax.audit.probe import first_updates
+from orscale_jax.audit.probe import FirstUpdate, first_updates
 from orscale_jax.audit.state import (
     REFUSED,
     AbstractState,
@@ -32,7 +32,7 @@ from orscale_jax.distributed.mesh import MeshShape
 from orscale_jax.distributed.slow_links import slices_of_mesh
 from orscale_jax.newton_schulz.platforms import DEFAULTS, Platform
 from orscale_jax.newton_schulz.stacks import StackKey, plan_stacks
-from orscale_jax.optimizers import orscale
+from orscale_jax.optimizers import muon
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import UndecidedError
 from orscale_jax.parameters.layer_classes import layer_classes
@@ -46,7 +46,6 @@ from orscale_jax.trees.names import distinct_names
 
 
 @param_shardings.audit()
-@validate.checks_arguments
 def describe(
     params: PyTree,
     optimizer: optax.GradientTransformation | None = None,
@@ -67,7 +66,7 @@ def describe(
         ``flax.nnx.Optimizer``. Its ``init`` is traced, not run. The types in its state
         tell the rule of each parameter, and under :func:`optax.partition` there is a
         column "label". Steps of Newton–Schulz that are traced, as inside
-        :func:`optax.inject_hyperparams`, count as five. None: :func:`orscale` with its
+        :func:`optax.inject_hyperparams`, count as five. None: :func:`muon` with its
         defaults.
       probe: Whether to run the optimizer on random gradients. The columns "first update"
         and "its RMS" then say what it did to each parameter. This allocates parameters,
@@ -118,34 +117,15 @@ def describe(
     if optimizer is None:
         if probe:
             validate.refuse("probe", probe, "pass the optimizer to run")
-        optimizer = orscale(0.0)
+        optimizer = muon(0.0)
     params = trained(params, optimizer)
-    leaf_of = leaves_by_path(unbox(params))
-    require_arrays(unbox(params))
-    mesh = next((mesh for mesh in map(_mesh, leaf_of.values()) if mesh is not None), None)
-    platform = _platform(leaf_of.values())
     optimizer = getattr(optimizer, "tx", optimizer)  # That of a flax.nnx.Optimizer.
     validate.transformation("optimizer", optimizer)
-    refused: dict[Any, UndecidedError] = {}
-    while True:
-        try:
-            state = AbstractState.of(optimizer, params)
-            break
-        except UndecidedError as error:
-            if probe or not leaf_of.keys() - refused >= {*error.paths}:
-                raise
-            refused |= dict.fromkeys(error.paths, error)
-            # In place of a dtype, float32. In place of an ambiguous shape, that of a
-            # vector, which any optimizer gives to AdamW.
-            leaves = (
-                leaf
-                if (why := refused.get(path)) is None
-                else jax.ShapeDtypeStruct(
-                    np.shape(leaf) if why.of_dtype else (np.size(leaf),), jnp.float32
-                )
-                for path, leaf in leaf_of.items()
-            )
-            params = jax.tree.unflatten(jax.tree.structure(unbox(params)), leaves)
+    require_arrays(unbox(params))
+    leaf_of = leaves_by_path(unbox(params))
+    state, refused, params = _traced(optimizer, params)
+    if probe and refused:
+        raise next(iter(refused.values()))
     # A compiled or mapped init does not tell the axes: those of two need no telling.
     axes_of = {
         path: kept.axes or MatrixAxes((), (0,), (1,))
@@ -153,17 +133,81 @@ def describe(
         if path not in refused
         and (kept.axes or (kept.rule == MATRIX and np.ndim(leaf_of[path]) == 2))
     }
-    stages = state.polar or [PolarOptions(DEFAULTS)]
-    probed = first_updates(optimizer, params, axes_of) if probe else {}
-    certificate = None
-    if probe and mesh is not None:
-        certificate = certify(optimizer, params, mesh, axes_of)
+    mesh = next((mesh for mesh in map(_mesh, leaf_of.values()) if mesh is not None), None)
+    probed, certificate = dict[Any, FirstUpdate](), None
+    if probe:
+        probed = first_updates(optimizer, params, axes_of)
+        if mesh is not None:
+            certificate = certify(optimizer, params, mesh, axes_of)
     class_of = leaves_by_path(layer_classes(params))
     why_of = {path: kept.why for path, kept in state.kept.items()}
     checks = Checks(leaf_of, axes_of, class_of, why_of)
-    rows, planned = [], [list[ParameterRow]() for _ in stages]
+    stages = state.polar or [PolarOptions(DEFAULTS)]
+    rows, planned = list[ParameterRow](), [list[_Planned]() for _ in stages]
+    for stage, row, array in _rows(leaf_of, state, refused, axes_of, probed, checks):
+        rows.append(row)
+        if row.matrices and row.parameters:
+            planned[stage].append((row, *array))
+    words, shape, on_device = "", None, None
+    if mesh is not None:
+        slices = slices_of_mesh(mesh, stages[0].slow_axes) or {}
+        shape = MeshShape(dict(mesh.shape), slices)
+        words = " × ".join(f"{size} {name}" for name, size in mesh.shape.items())
+        along = " and ".join(f"{n} along {name}" for name, n in slices.items())
+        words += along and f", slices: {along}"
+        if not refused:
+            on_device = nbytes_per_device(optimizer, params)
+    platform = _platform(leaf_of.values())
+    return Description(
+        tuple(rows),
+        _plan([stage.platform(platform) for stage in stages], planned, shape),
+        state.shared_bytes,
+        words,
+        on_device,
+        tuple(dict.fromkeys(map(str, refused.values()))),
+        certificate,
+    )
+
+
+# Of an array of matrices: its shape, and the axes of the mesh that shard each of its own.
+_Array: TypeAlias = tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]
+_Planned: TypeAlias = tuple[ParameterRow, tuple[int, ...], tuple[tuple[str, ...], ...]]
+
+
+def _traced(
+    optimizer: optax.GradientTransformation, params: PyTree
+) -> tuple[AbstractState, dict[Any, UndecidedError], PyTree]:
+    """The state, the error of each leaf that is refused, and parameters that are not."""
+    leaf_of, structure = leaves_by_path(unbox(params)), jax.tree.structure(unbox(params))
+    refused: dict[Any, UndecidedError] = {}
+    while True:
+        try:
+            return AbstractState.of(optimizer, params), refused, params
+        except UndecidedError as error:
+            if not leaf_of.keys() - refused >= {*error.paths}:
+                raise
+            refused |= dict.fromkeys(error.paths, error)
+        accepted = dict(leaf_of)
+        for path, why in refused.items():
+            # In place of a dtype, float32. In place of an ambiguous shape, that of a
+            # vector, which any optimizer gives to AdamW.
+            shape = np.shape(leaf_of[path])
+            shape = shape if why.of_dtype else (math.prod(shape),)
+            accepted[path] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        params = jax.tree.unflatten(structure, accepted.values())
+
+
+def _rows(
+    leaf_of: Mapping[Any, Any],
+    state: AbstractState,
+    refused: Collection[Any],
+    axes_of: Mapping[Any, MatrixAxes],
+    probed: Mapping[Any, FirstUpdate],
+    checks: Checks,
+) -> Iterator[tuple[int, ParameterRow, _Array]]:
+    """The rows of all leaves, each with its stage of Newton–Schulz and its array."""
     for name, (path, leaf) in zip(distinct_names(leaf_of), leaf_of.items(), strict=True):
-        kept = state.kept[path]
+        kept, first = state.kept[path], probed.get(path)
         if path in refused:
             kept = kept._replace(rule=REFUSED, why="", arrays=None)  # Of a stand-in.
         row = ParameterRow(
@@ -174,13 +218,13 @@ def describe(
             why=kept.why,
             parameters=math.prod(np.shape(leaf)),
             state_bytes=None if kept.arrays is None else nbytes(kept.arrays),
-            layer_class=class_of[path],
+            layer_class=checks.classes[path],
             label=kept.label,
         )
-        parts, first = [row], probed.get(path)
+        parts: list[tuple[ParameterRow, _Array]] = [(row, ((), ()))]
         if path in axes_of:
             parts = list(_parts(row, leaf, axes_of[path], kept.arrays, kept.scale))
-        for index, part in enumerate(parts):
+        for index, (part, array) in enumerate(parts):
             check = list(checks.reasons(path, part)) if path in axes_of else []
             if row.rule == ADAMW and not jnp.issubdtype(row.dtype, jnp.inexact):
                 check.append(str(row.dtype))  # Its gradients are refused.
@@ -188,32 +232,11 @@ def describe(
                 real = jnp.issubdtype(row.dtype, jnp.floating)
                 check.append("ambiguous" if real else str(row.dtype))
             if first is not None:
-                kind = first.kinds[index if len(first.kinds) == len(parts) else 0]
                 check += ["master weights drift"] * first.drifts
                 part = dataclasses.replace(
-                    part, first_update=kind, first_update_rms=first.rms
+                    part, first_update=first.kinds[index], first_update_rms=first.rms
                 )
-            rows.append(dataclasses.replace(part, check=tuple(check)))
-            if part.matrices and part.parameters:
-                planned[kept.stage].append(part)
-    words, shape, on_device = "", None, None
-    if mesh is not None:
-        slices = slices_of_mesh(mesh, stages[0].slow_axes) or {}
-        shape = MeshShape(dict(mesh.shape), slices)
-        words = " × ".join(f"{size} {name}" for name, size in mesh.shape.items())
-        along = " and ".join(f"{n} along {name}" for name, n in slices.items())
-        words += along and f", slices: {along}"
-        if not refused:
-            on_device = nbytes_per_device(optimizer, params)
-    return Description(
-        tuple(rows),
-        _plan([stage.platform(platform) for stage in stages], planned, shape),
-        state.shared_bytes,
-        words,
-        on_device,
-        tuple(dict.fromkeys(map(str, refused.values()))),
-        certificate,
-    )
+            yield kept.stage, dataclasses.replace(part, check=tuple(check)), array
 
 
 def _platform(leaves: Iterable[Any]) -> str:
@@ -234,7 +257,7 @@ def _parts(
     axes: MatrixAxes,
     arrays: Sequence[Any] | None,
     scale: Scale | None,
-) -> Iterator[ParameterRow]:
+) -> Iterator[tuple[ParameterRow, _Array]]:
     """The rows of the parts of a leaf of matrices, from that of the leaf."""
     mesh = _mesh(leaf)
     specs = () if mesh is None else typed_sharding.inferred(axes.batches, leaf, mesh)
@@ -258,25 +281,27 @@ def _parts(
         batch_shape = axes.within.batch_shape(shaped)
         m, n = axes.within.matrix_shape(shaped)
         own = (share(array, index) for array in arrays or ())
-        yield dataclasses.replace(
+        spread = axes.stride and f"in turns of {axes.stride}"
+        mesh_axes: tuple[tuple[str, ...], ...] = ((),) * (len(batch_shape) + 2)
+        if specs:
+            mesh_axes = typed_sharding.axes_of(specs[index], len(batch_shape) + 2)
+        part_row = dataclasses.replace(
             row,
             block=label,
-            blocks=0 if label else len(axes.sizes),
-            stride=axes.stride,
+            blocks=f"{len(axes.sizes)} {spread or 'contiguous'}"
+            if axes.sizes and not label
+            else "",
             shape=shaped.shape if label else leaf.shape,
             rule=MATRIX,
             matrices=math.prod(batch_shape),
-            batch_shape=batch_shape,
             m=m,
             n=n,
             scale=None if scale is None else scale.value(m, n),
             norms=_norms(axes, leaf, index),
-            mesh_axes=typed_sharding.axes_of(specs[index], len(batch_shape) + 2)
-            if specs
-            else (),
             parameters=math.prod(shaped.shape),
             state_bytes=None if arrays is None else nbytes(own),
         )
+        yield part_row, ((*batch_shape, m, n), mesh_axes)
 
 
 def _norms(axes: MatrixAxes, leaf: Any, index: int) -> tuple[float, float] | None:
@@ -306,18 +331,16 @@ def _mesh(leaf: Any) -> Mesh | AbstractMesh | None:
 
 def _plan(
     stages: Sequence[Platform],
-    rows: Sequence[Sequence[ParameterRow]],
+    rows: Sequence[Sequence[_Planned]],
     mesh: MeshShape | None,
 ) -> Plan:
     """The plan of Newton–Schulz of the stages, each for its own rows of matrices."""
     groups, buckets, of_buckets = [], list[Bucket](), list[list[str]]()
     for platform, of_stage in zip(stages, rows, strict=True):
-        names = [row.name for row in of_stage]
+        names = [row.name for row, *_ in of_stage]
         arrays = []
-        for row in of_stage:
-            shape = (*row.batch_shape, row.m, row.n)
+        for row, shape, axes in of_stage:
             dtype = compute_dtype(jax.ShapeDtypeStruct((), row.dtype))
-            axes = row.mesh_axes or ((),) * len(shape)
             arrays.append(ShardedArray(shape, platform.packed_dtype(dtype), axes))
         if mesh is not None:
             buckets += plan_exchange(platform, arrays, mesh)

@@ -4,10 +4,9 @@ import csv
 import dataclasses
 import html
 import io
-import itertools
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from orscale_jax.audit.plan import Group, Plan
 from orscale_jax.parameters.expressions import matching
 from orscale_jax.trees.names import merged
 
-_NAMES_WIDTH = 72  # Of the names shown for a group, which are one at least.
+_NAMES = 6  # Shown for a group.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +54,8 @@ class ParameterRow:
         matrices, or no values (abstract, empty, or sharded over several processes).
       block: Where in the leaf the block lies, such as ``[:, 768:1024]``; empty for a
         whole leaf.
-      blocks: How many blocks of one size lie along an axis of the leaf; 0 without such
-        blocks.
-      stride: How many entries of one block come before those of the next; 0 where blocks
-        are contiguous.
-      batch_shape: The batch shape of its matrices, such as layers × experts.
-      mesh_axes: For each axis of its matrices ``(*batch, m, n)``, the axes of the mesh
-        that it is sharded over; empty without a mesh and for other rules.
+      blocks: Blocks of one size along an axis of the leaf, in words: ``"3 contiguous"``
+        or ``"2 in turns of 128"`` entries; empty without such blocks.
       check: Reasons to look at this leaf: it is named like a fused projection, a router,
         a table or a head; one side is at least 16 times as long as the other; a batch
         axis has length 1; it may be the output layer, because no name or trace shows
@@ -94,10 +88,7 @@ class ParameterRow:
     scale: float | None = None
     norms: tuple[float, float] | None = None
     block: str = ""
-    blocks: int = 0
-    stride: int = 0
-    batch_shape: tuple[int, ...] = ()
-    mesh_axes: tuple[tuple[str, ...], ...] = ()
+    blocks: str = ""
     check: tuple[str, ...] = ()
     first_update: str = ""
     first_update_rms: float | None = None
@@ -189,21 +180,16 @@ class Description:
         )
 
     def to_csv(self) -> str:
-        """The rows as CSV, with the columns of the table except the norms.
+        """The rows as CSV, with a column for each attribute of :class:`ParameterRow`.
 
-        Write it to ``audit.csv`` in the folder of a run:
-        ``python -m orscale_jax.diagnostics`` shows it in its report.
+        ``python -m examples.report`` shows the file ``audit.csv`` of a run's folder.
         """
-        columns = []
-        for column in _COLUMNS:
-            values = [column.of_row(row) for row in self.rows]
-            empty = {*values} <= {column.nothing, None}
-            if column.csv and not (column.optional and empty):
-                cells = (f"{x:.7g}" if isinstance(x, float) else x for x in values)
-                columns.append([column.csv, *cells])
+        names = [field.name for field in dataclasses.fields(ParameterRow)]
         text = io.StringIO(newline="")
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerows(zip(*columns, strict=True))
+        writer = csv.DictWriter(text, names, lineterminator="\n")
+        writer.writeheader()
+        for row in self.rows:
+            writer.writerow(vars(row) | {"check": ", ".join(row.check)})
         return text.getvalue()
 
     def __str__(self) -> str:
@@ -220,125 +206,102 @@ class Description:
             parameter. ``print`` shows it without these. But it always shows ‖W‖ if the
             norm of a matrix is 0 or not finite.
         """
-        rows, totals = _merged_rows(self.rows), self.totals
-        hidden = {""} | {
-            column.heading for column in _COLUMNS if column.wide and not wide
-        }
+        notes = []
         if len(dtypes := {row.dtype for row in self.rows}) == 1:
-            hidden.add("dtype")
-        if any(not 0 < norm < np.inf for row in rows for norm in row.norms or ()):
-            hidden.discard("‖W‖")
-        table = []
-        for column in _COLUMNS:
-            texts = [_text(column.of_row(row)) for row in rows]
-            sums = [_text(column.of_total(*total)) for total in totals.items()]
-            if column.heading not in hidden and {*texts, *sums} - {"", column.nothing}:
-                width = max(map(len, (column.heading, *texts, *sums)))
-                cells = (column.heading, "─" * width, *texts, "─" * width, *sums)
-                table.append([f"{cell:{column.side}{width}}" for cell in cells])
-        lines = ["  ".join(cells).rstrip() for cells in zip(*table, strict=True)]
-        notes = [f"all parameters are {dtype}" for dtype in dtypes if len(dtypes) == 1]
+            notes.append(f"all parameters are {min(dtypes)}")
         if (each := self.state_bytes_per_parameter) is not None:
-            on_device = self.state_bytes_per_device
-            told = "" if on_device is None else f", {on_device:,} bytes per device"
-            notes.append(f"state: {each:.4g} bytes per parameter{told}")
-        notes += [""] if notes else []
-        notes += [f"refused: {error}\n" for error in self.refusals]
-        alike: dict[str, dict[str, str]] = {}  # By name without numbers, then with them.
-        for row in self.rows:
-            # Integers are no parameters: nobody trains them.
-            if row.rule == "refused" and row.dtype.kind not in "biu":
-                real = row.check == ("ambiguous",)
-                axes = "MuonDimensionNumbers(reduction_axis=..., output_axis=...)"
-                rule = f"{axes},  # {row.shape}" if real else '"adamw",'
-                path = re.escape(row.path)
-                alike.setdefault(re.sub(r"\d+", r"\\d+", path), {})[path] = rule
-        if alike:
-            rules: dict[str, str] = {}
-            for path, of_rows in alike.items():
-                one_rule = len({*of_rows.values()}) == 1
-                rules |= {path: min(of_rows.values())} if one_rule else of_rows
-            written = (f'    r"^{path}$": {rule}' for path, rule in rules.items())
-            notes += ["what to write:\nby_path({", *written, "})\n"]
-        if self.mesh:
-            notes.append(f"Newton–Schulz on {self.mesh}")
-        elif self.plan.groups:
-            notes.append("stacks for Newton–Schulz")
-        notes += [_of_group(group, bool(self.mesh)) for group in self.plan.groups]
-        notes += [_of_cost(self.plan)] if self.mesh and self.plan.groups else []
-        notes += [] if self.certificate is None else ["", str(self.certificate)]
-        return "\n".join([*lines, "", *notes]).rstrip()
+            line = f"state: {each:.4g} bytes per parameter"
+            if self.state_bytes_per_device is not None:
+                line += f", {self.state_bytes_per_device:,} bytes per device"
+            notes.append(line)
+        paragraphs = [
+            _table(self.rows, self.totals, wide),
+            "\n".join(notes),
+            *(f"refused: {error}" for error in self.refusals),
+            _what_to_write(self.rows),
+            _of_plan(self.plan, self.mesh),
+            "" if self.certificate is None else str(self.certificate),
+        ]
+        return "\n\n".join(filter(None, paragraphs))
 
     def _repr_html_(self) -> str:
         return f"<pre style='white-space: pre'>{html.escape(str(self))}</pre>"
 
 
-class _Column(NamedTuple):
-    """A column of the table: all that is to be said of it."""
+# The columns of the printed table: their headings, and what they show of a row.
+_COLUMNS: dict[str, Callable[[ParameterRow], Any]] = {
+    "parameter": lambda row: row.name,
+    "shape": lambda row: str(row.shape),
+    "dtype": lambda row: str(row.dtype),
+    "rule": lambda row: row.rule,
+    "why": lambda row: row.why,
+    "check": lambda row: ", ".join(row.check),
+    "label": lambda row: row.label,
+    "first update": lambda row: row.first_update,
+    "its RMS": lambda row: row.first_update_rms,
+    "class": lambda row: row.layer_class,
+    "blocks": lambda row: row.blocks,
+    "matrices": lambda row: (
+        f"{row.matrices:,} of {row.m} × {row.n}" if row.matrices else None
+    ),
+    "s": lambda row: row.scale,
+    "‖W‖": lambda row: " … ".join(dict.fromkeys(f"{x:.4g}" for x in row.norms or ())),
+    "parameters": lambda row: row.parameters,
+    "state bytes": lambda row: row.state_bytes,
+}
+_WIDE = {"class", "s", "‖W‖", "parameters"}  # Which print leaves out.
 
-    heading: str  # In print; empty for a column of the CSV file alone.
-    csv: str  # Its heading there; empty for a column of the printed table alone.
-    of_row: Callable[[ParameterRow], Any]
-    of_total: Callable[[str, Total], Any] = lambda name, total: None
-    side: str = ">"  # Where its cells are aligned.
-    nothing: str = ""  # What says nothing: a column of nothing else is not shown.
-    optional: bool = False  # Whether it is not in the file either.
-    wide: bool = False  # Whether print leaves it out.
+
+def _table(rows: Sequence[ParameterRow], totals: dict[str, Total], wide: bool) -> str:
+    """The columns that say anything, with the sums below them."""
+    lines, shown = _merged_rows(rows), dict(_COLUMNS)
+    if len({row.dtype for row in rows}) == 1:
+        del shown["dtype"]  # A note says it.
+    if not wide:
+        odd = any(not 0 < norm < np.inf for row in lines for norm in row.norms or ())
+        for heading in _WIDE - ({"‖W‖"} if odd else set()):
+            del shown[heading]
+    columns = []
+    for heading, of_row in shown.items():
+        values = [of_row(row) for row in lines]
+        sums = [_sums(name, total).get(heading) for name, total in totals.items()]
+        cells = [*map(_text, values), "", *map(_text, sums)]
+        if {*cells} - {"", "other" if heading == "class" else ""}:
+            side = "<" if any(isinstance(x, str) and x for x in values) else ">"
+            width = max(map(len, (heading, *cells)))
+            cells[len(lines)] = "─" * width
+            cells = [heading, "─" * width, *cells]
+            columns.append([f"{cell:{side}{width}}" for cell in cells])
+    return "\n".join("  ".join(x).rstrip() for x in zip(*columns, strict=True))
 
 
-_COLUMNS = (
-    _Column("parameter", "parameter", lambda row: row.name, lambda name, _: name, "<"),
-    _Column(
-        "shape", "shape", lambda row: str(row.shape),
-        lambda name, total: ""
-        if name == "shared"
-        else f"{total.leaves:,} {'leaf' if total.leaves == 1 else 'leaves'}", "<",
-    ),
-    _Column("dtype", "dtype", lambda row: str(row.dtype), side="<"),
-    _Column("rule", "rule", lambda row: row.rule, side="<"),
-    _Column("why", "why", lambda row: row.why, side="<", optional=True),
-    _Column("check", "check", lambda row: ", ".join(row.check), side="<"),
-    _Column("label", "label", lambda row: row.label, side="<", optional=True),
-    _Column(
-        "first update", "first_update", lambda row: row.first_update, side="<",
-        optional=True,
-    ),
-    _Column(
-        "its RMS", "first_update_rms", lambda row: row.first_update_rms, optional=True
-    ),
-    _Column(
-        "class", "class", lambda row: row.layer_class, side="<", nothing="other",
-        wide=True,
-    ),
-    _Column(
-        "blocks", "blocks",
-        lambda row: (f"{row.blocks} in turns of {row.stride}" if row.stride
-                     else f"{row.blocks} contiguous" if row.blocks else ""),
-        optional=True,
-    ),
-    _Column(
-        "matrices", "",
-        lambda row: f"{row.matrices:,} of {row.m} × {row.n}" if row.matrices else None,
-        lambda name, total: total.matrices if name in ("matrix", "all") else None, "<",
-    ),
-    _Column("", "matrices", lambda row: row.matrices),
-    _Column("", "m", lambda row: row.m if row.matrices else None),
-    _Column("", "n", lambda row: row.n if row.matrices else None),
-    _Column("s", "s", lambda row: row.scale, wide=True),
-    _Column(
-        "‖W‖", "",
-        lambda row: " … ".join(dict.fromkeys(f"{x:.4g}" for x in row.norms or ())),
-        wide=True,
-    ),
-    _Column(
-        "parameters", "parameters", lambda row: row.parameters,
-        lambda name, total: None if name == "shared" else total.parameters, wide=True,
-    ),
-    _Column(
-        "state bytes", "state_bytes", lambda row: row.state_bytes,
-        lambda name, total: total.state_bytes,
-    ),
-)  # fmt: skip
+def _sums(name: str, total: Total) -> dict[str, Any]:
+    """What the line of a rule shows, by heading."""
+    sums: dict[str, Any] = {"parameter": name, "state bytes": total.state_bytes}
+    if name != "shared":
+        sums["shape"] = f"{total.leaves:,} {'leaf' if total.leaves == 1 else 'leaves'}"
+        sums["parameters"] = total.parameters
+    if name in ("matrix", "all"):
+        sums["matrices"] = total.matrices
+    return sums
+
+
+def _what_to_write(rows: Sequence[ParameterRow]) -> str:
+    """Rules for the leaves that are refused, of which alike ones share an expression."""
+    axes = "MuonDimensionNumbers(reduction_axis=..., output_axis=...)"
+    alike: dict[str, dict[str, str]] = {}  # Rules by path, by path without numbers.
+    for row in rows:
+        if row.rule == "refused" and row.dtype.kind not in "biu":  # Not integers.
+            path, rule = re.escape(row.path), '"adamw",'
+            if row.check == ("ambiguous",):
+                rule = f"{axes},  # {row.shape}"
+            alike.setdefault(re.sub(r"\d+", r"\\d+", path), {})[path] = rule
+    lines = []
+    for expression, rules in alike.items():
+        if len({*rules.values()}) == 1:
+            rules = {expression: min(rules.values())}
+        lines += [f'    r"^{path}$": {rule}' for path, rule in rules.items()]
+    return "\n".join(["what to write:", "by_path({", *lines, "})"]) if lines else ""
 
 
 def _text(value: Any) -> str:
@@ -390,6 +353,15 @@ def _merged_rows(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
     return merged_rows
 
 
+def _of_plan(plan: Plan, mesh: str) -> str:
+    """The groups, and on a mesh what a step costs."""
+    if not plan.groups:
+        return ""
+    heading = f"Newton–Schulz on {mesh}" if mesh else "stacks for Newton–Schulz"
+    lines = [heading, *(_of_group(group, bool(mesh)) for group in plan.groups)]
+    return "\n".join([*lines, _of_cost(plan)] if mesh else lines)
+
+
 def _of_group(group: Group, on_mesh: bool) -> str:
     """The matrices, devices, bytes and first names of a group, in one line."""
     line = " and ".join(f"{count:,} of {m} × {n}" for count, m, n, _ in group.matrices)
@@ -403,25 +375,21 @@ def _of_group(group: Group, on_mesh: bool) -> str:
         line += f", {group.bytes_sent:,} bytes sent per device"
         slow = group.slow_bytes_sent
         line += f", {slow:,} of them to other slices" if slow else ""
-    entries = merged(group.names)
-    widths = itertools.accumulate(len(name) + 2 for name, _ in entries)
-    fitting = max(1, sum(width <= _NAMES_WIDTH for width in widths))
-    more = sum(len(members) for _, members in entries[fitting:])
-    names = ", ".join(name for name, _ in entries[:fitting])
-    return f"{line}: {names}" + (f" and {more:,} more" if more else "")
+    entries = [name for name, _ in merged(group.names)]
+    more = f" and {len(entries) - _NAMES} more" * (len(entries) > _NAMES)
+    return f"{line}: {', '.join(entries[:_NAMES])}{more}"
 
 
 def _of_cost(plan: Plan) -> str:
     """What a step costs each device, in one line: three digits, all before the point."""
-    work, fast, slow, total, transfers, exposed = (
+    work, fast, slow, total, transfers = (
         f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
         for number in (
             plan.flops / 1e9, plan.fast_bytes / 1e6, plan.slow_bytes / 1e6,
-            plan.seconds * 1e3, plan.transfer_seconds * 1e3, plan.exposed_seconds * 1e3,
+            plan.seconds * 1e3, plan.transfer_seconds * 1e3,
         )
     )  # fmt: skip
     return (
         f"each device: {work} GFLOP, {fast} MB over fast links, {slow} MB over slow "
-        f"ones; about {total} ms without overlap, {transfers} of them for transfers, at "
-        f"least {exposed} waited for"
+        f"ones; about {total} ms without overlap, {transfers} of them for transfers"
     )

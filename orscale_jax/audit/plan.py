@@ -1,6 +1,5 @@
 """The report of a plan: what goes through Newton–Schulz together, and what it costs."""
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -41,10 +40,6 @@ class Plan(NamedTuple):
     products of matrices and transfers: not of AdamW's parameters, launches of kernels, or
     the gradient and its collectives, which may compete for links or run beside all this.
 
-    How much of the transfers a device waits for is the compiler's choice: at least
-    ``exposed_seconds``, if they run one at a time beside products of other groups; all
-    ``transfer_seconds``, if none is asynchronous, as on TPUs without compiler options.
-
     Attributes:
       groups: The matrices that are computed together, in the order of their first leaves.
       flops: The FLOPs of the busiest device.
@@ -52,7 +47,6 @@ class Plan(NamedTuple):
       slow_bytes: The bytes that each device sends to other slices.
       seconds: The time of the busiest device, with all transfers.
       transfer_seconds: The time of the transfers alone, which is that of every device.
-      exposed_seconds: What of that no schedule hides behind products.
     """
 
     groups: tuple[Group, ...]
@@ -61,7 +55,6 @@ class Plan(NamedTuple):
     slow_bytes: int = 0
     seconds: float = 0.0
     transfer_seconds: float = 0.0
-    exposed_seconds: float = 0.0
 
     @classmethod
     def of(
@@ -98,24 +91,4 @@ class Plan(NamedTuple):
             traffic.slow_bytes,
             cost_model.seconds(cost_model.cost(flops, traffic)),
             cost_model.seconds(cost_model.cost(0, traffic)),
-            cost_model.seconds(_exposed_cost(buckets, cost_model)),
         )
-
-
-def _exposed_cost(buckets: Sequence[Bucket], cost_model: CostModel) -> int:
-    """The cost of transfers that no order of the buckets hides behind products."""
-    work = sum(bucket.flops for bucket in buckets)
-    sent = [[cost_model.cost(0, way) for way in bucket.ways] for bucket in buckets]
-    exceeding = [sum(map(sum, sent)) - work]
-    for bucket, ways in zip(buckets, sent, strict=True):  # Only others' hide its own.
-        exceeding.append(sum(ways) - (work - bucket.flops))
-    # All wait for the first bucket to arrive, and for the last one to return.
-    first, last = (
-        sorted((ways[at], index) for index, ways in enumerate(sent))[:2] for at in (0, 2)
-    )
-    ends = [
-        before + after
-        for (before, i), (after, j) in itertools.product(first, last)
-        if i != j or before + after == 0  # What stays can be computed first and last.
-    ]
-    return max(0, *exceeding, min(ends, default=0))

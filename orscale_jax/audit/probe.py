@@ -84,12 +84,12 @@ def first_updates(
             if even_entries(step) > EVEN_ENTRIES:
                 kinds = ["element-wise"] * parts
             else:
-                for reading in _readings(step) if axes is None else (axes,):
+                for tried in _possible_axes(step) if axes is None else (axes,):
                     kinds = [
                         "orthogonal"
-                        if even_spectrum(step, reading, index) > EVEN_SPECTRUM
+                        if even_spectrum(step, tried, index) > EVEN_SPECTRUM
                         else "other"
-                        for index in range(len(reading.labels))
+                        for index in range(len(tried.labels))
                     ]
                     if "other" not in kinds:
                         break
@@ -230,9 +230,9 @@ def _first_moves(
     return moved, low_bits
 
 
-def _readings(leaf: jax.Array) -> list[MatrixAxes]:
+def _possible_axes(leaf: jax.Array) -> list[MatrixAxes]:
     """All ways to take axes for batch, rows and columns of matrices that are not thin."""
-    readings = []
+    possible = []
     for roles in itertools.product("bmn", repeat=leaf.ndim):
         batch, rows, columns = (
             tuple(axis for axis in range(leaf.ndim) if roles[axis] == role)
@@ -240,8 +240,8 @@ def _readings(leaf: jax.Array) -> list[MatrixAxes]:
         )
         axes = MatrixAxes(batch, rows, columns)
         if () < rows < columns and (not _is_thin(leaf, axes) or _is_thin(leaf, None)):
-            readings.append(axes)
-    return readings
+            possible.append(axes)
+    return possible
 
 
 @jax.jit
@@ -264,7 +264,7 @@ def even_spectrum(update: jax.Array, axes: MatrixAxes, index: int) -> jax.Array:
     x, axes = axes.part(update, index), axes.within
     few, many = sorted(
         (axes.rows, axes.columns),
-        key=lambda reading: math.prod(x.shape[axis] for axis in reading),
+        key=lambda axes_of_side: math.prod(x.shape[axis] for axis in axes_of_side),
     )
     shape = [size if axis in few else 1 for axis, size in enumerate(x.shape)]
     k = math.prod(shape)

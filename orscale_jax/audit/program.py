@@ -1,160 +1,136 @@
 """What one device sends and multiplies in a compiled program, from the program's text."""
 
-import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from orscale_jax.audit.hlo import Groups, Instruction, Run
-
-# By the names that programs of several TPU slices have for them.
-TRANSFERS = {
-    "ALL_GATHER": "all-gather",
-    "ALL_REDUCE": "all-reduce",
-    "ALL_TO_ALL": "all-to-all",
-    "ONE_TO_ONE": "collective-permute",
-    "REDUCE_SCATTER": "reduce-scatter",
-}
-COLLECTIVES = {*TRANSFERS.values(), "ragged-all-to-all"}
-# The batch, heads and positions of what cuDNN's attention computes, but never stores.
-ATTENTION = (
-    r'"intermediate_tensor_shape": \{"element_type": "\w+", "dimensions": (\[[^]]*\])'
+_COLLECTIVES = {
+    "all-gather", "all-reduce", "all-to-all", "collective-permute", "ragged-all-to-all",
+    "reduce-scatter",
+}  # fmt: skip
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z\d-]*)\((.*)")
+# Such as bf16[8,16], f8e4m3fn[2] and pred[], of which an entry has 16, 8 and 8 bits.
+_ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")
+_RUNS = re.compile(  # What the other opcodes apply is no more than an addition.
+    r"(fusion|call|while|conditional|async-start)(-start)?$"
 )
+_CALLED = re.compile(r"(?:calls|to_apply|body|\w*computations?)=(\{[^}]*\}|%?[\w.-]+)")
 
 
-class Collective(NamedTuple):
-    """A collective operation of the text, which may run many times."""
+class Instruction(NamedTuple):
+    """One line: ``%name = type opcode(arguments), attributes``."""
 
-    kind: str
-    nbytes: int
-    operand: int  # The bytes that each device hands to it.
-    times: int
-    looped: bool
-    flops: int  # Of products beside it, all times that it runs.
-    scope: str
-    groups: Groups  # Devices that take part together, two of a permutation; () for all.
+    name: str
+    type: str
+    opcode: str
+    rest: str
+
+    def attribute(self, pattern: str) -> str:
+        """What the group of a pattern matches in its arguments and attributes."""
+        found = re.search(pattern, self.rest)
+        return found[1] if found else ""
 
     @property
-    def total(self) -> int:
-        """The bytes of all times that it runs."""
-        return self.nbytes * self.times
+    def operands(self) -> list[str]:
+        """The names of its operands."""
+        return re.findall(r"%([\w.-]+)", self.rest.partition(")")[0])
 
-    def sent(self, devices: int) -> int:
-        """The bytes that each of a program's devices sends; none to itself.
+    @property
+    def arrays(self) -> list[tuple[int, list[int]]]:
+        """The bits of an entry and the shape of each of its arrays."""
+        found = _ARRAY.findall(self.type)
+        return [
+            (int(bits or 8), [int(x) for x in sizes.split(",") if x])
+            for bits, sizes in found
+        ]
 
-        An all-reduce is a reduce-scatter and an all-gather.
-        """
-        if self.kind == "collective-permute":
-            return self.total
-        together = len(self.groups[0]) if self.groups else devices
-        ways = 2 if self.kind == "all-reduce" else 1
-        return ways * self.total * (together - 1) // together
+    def devices(self, all_of_them: int) -> int:
+        """How many devices take part in a collective together."""
+        if listed := self.attribute(r"(?:replica_groups|pairs)=\{\{([\d,]+)\}"):
+            return len(listed.split(","))
+        if counted := self.attribute(r"replica_groups=\[[\d,]*?(\d+)\]<="):
+            return int(counted)
+        axes = self.attribute(r"replica_groups=mesh.*? \{('.*?)\}")
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", self.rest))
+        # 'fsdp':(2)2 is a part of an axis, of length 2.
+        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", axes)
+        named = (int(part or sizes[name]) for name, part in parts)
+        return math.prod(named) if axes else all_of_them
 
 
-def collectives(issued: Sequence[Run], by_hosts: bool = False) -> Iterator[Collective]:
-    """In the order in which they end; those that hosts send, too, if told so."""
-    flops = [0, *itertools.accumulate(map(flops_of, issued))]
-    started: dict[tuple[int, str], int] = {}
-    chains = set()
-    for index, (instruction, computation, place) in enumerate(issued):
-        opcode = instruction.opcode
-        kind = opcode.removesuffix("-start").removesuffix("-done")
-        if by_hosts and opcode == "send":
-            transfer = instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"')
-            kind = TRANSFERS.get(transfer or "", "")
-        if kind not in COLLECTIVES:
-            continue
-        if opcode.endswith("-start"):
-            started[id(computation), instruction.name] = index
-            continue
-        # One that runs beside a chain of kernels is printed in each of them.
-        if chain := instruction.attribute(r'chain_id="(\d+)"'):
-            if (kind, chain) in chains:
-                continue
-            chains.add((kind, chain))
-        start, first, last = instruction, index, index
-        if opcode.endswith("-done"):
-            first = started[id(computation), instruction.operands[0]]
-            start = issued[first].instruction
-        elif place.fused:  # Beside all of its kernel.
-            while issued[first].place.fused:
-                first -= 1
-            while last < len(issued) and issued[last].place.fused:
-                last += 1
-        else:  # In a call that runs beside what comes before its end.
-            while first and issued[first].computation is computation:
-                first -= 1
-            call, caller, _ = issued[first]
-            if not call.opcode.endswith("-start"):
-                first = index
-            while call.opcode.endswith("-start") and not (
-                issued[last].computation is caller
-                and call.name in issued[last].instruction.operands
-            ):
-                last += 1
-        operand = sum(computation[name].nbytes for name in start.operands)
-        nbytes = operand if kind == "reduce-scatter" else instruction.nbytes
-        beside = flops[last] - flops[first]
-        yield Collective(
-            kind, nbytes, operand, place.times, place.looped, beside, place.scope,
-            start.groups,
-        )  # fmt: skip
+Program = dict[str, dict[str, Instruction]]  # The instructions of each computation.
+
+
+def parse(text: str) -> tuple[Program, str]:
+    """The program, and the name of the computation that it begins with."""
+    program: Program = {}
+    entry = current = ""
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            current = header[2]
+            entry = current if header[1] else entry
+            program[current] = {}
+        elif found := _INSTRUCTION.match(line):
+            program[current][found[1]] = Instruction(*found.groups())
+    return program, entry
+
+
+class Run(NamedTuple):
+    """An instruction, how often it runs, and what stands beside it."""
+
+    instruction: Instruction
+    times: int
+    looped: bool
+    beside: dict[str, Instruction]
+
+
+def runs(
+    program: Program, name: str, times: int = 1, looped: bool = False
+) -> Iterator[Run]:
+    """All that a computation runs; a loop whose length is not noted counts once."""
+    for x in program[name].values():
+        yield Run(x, times, looped, program[name])
+        if _RUNS.match(x.opcode):
+            loop = x.opcode == "while"
+            trips = int(x.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
+            for called in _CALLED.findall(x.rest):
+                for inner in re.findall(r"[\w.-]+", called):
+                    yield from runs(program, inner, times * trips, looped or loop)
+
+
+def sent_by(run: Run, devices: int) -> tuple[str, int]:
+    """The kind of a collective, and the bytes that each device sends; "" if it is none.
+
+    An all-reduce is a reduce-scatter and an all-gather; nothing is sent to oneself.
+    """
+    x, times, _, beside = run
+    kind = x.opcode.removesuffix("-done")
+    if kind not in _COLLECTIVES:
+        return "", 0
+    nbytes = times * sum(bits * math.prod(shape) // 8 for bits, shape in x.arrays)
+    start = beside[x.operands[0]] if x.opcode.endswith("-done") else x
+    together = start.devices(devices)
+    if kind == "collective-permute":
+        return kind, nbytes
+    if kind == "reduce-scatter":
+        return kind, nbytes * (together - 1)
+    return kind, (1 + (kind == "all-reduce")) * nbytes * (together - 1) // together
 
 
 def flops_of(run: Run) -> int:
-    """The FLOPs of a product; of a fusion, those of what it runs are counted apart."""
-    instruction, computation, place = run
-    if instruction.attribute("(ragged_dot_tiling)="):  # A kernel: rows by groups.
-        *_, rows, _ = instruction.operands
-        each = 2 * math.prod(instruction.shape) * computation[rows].shape[-1]
-    elif scores := instruction.attribute(ATTENTION):
-        products = 5 if "fmhaSoftmaxBackward" in instruction.attributes else 2
-        pairs = math.prod(int(size) for size in re.findall(r"\d+", scores))
-        each = 2 * products * pairs * computation[instruction.operands[0]].shape[-1]
-    elif '"__cublas$' in instruction.attributes:
-        axis = int(instruction.attribute(r'"lhs_contracting_dimensions":\["(\d+)') or 0)
-        contracted = computation[instruction.operands[0]].shape[axis]
-        each = 2 * math.prod(instruction.arrays[0][1]) * contracted
-    elif instruction.opcode in {"dot", "convolution"}:
-        left, right = (computation[name].shape for name in instruction.operands)
-        if instruction.opcode == "convolution":
-            each = _convolution_flops(instruction, left, right)
-        else:
-            axes = instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
-            contracted = math.prod(left[int(axis)] for axis in axes.split(",") if axis)
-            each = 2 * math.prod(instruction.shape) * contracted
-    else:
+    """The FLOPs of a product of matrices; of other instructions 0."""
+    x, times, _, beside = run
+    if x.opcode not in ("dot", "convolution") and '"__cublas$' not in x.rest:
         return 0
-    return place.times * each // place.matrices
-
-
-def _convolution_flops(
-    instruction: Instruction, left: tuple[int, ...], right: tuple[int, ...]
-) -> int:
-    """Without the products with padding; on a TPU batched products are convolutions."""
-    labels = instruction.attribute(r"dim_labels=(\w+_\w+->\w+)") or ""
-    of_left, of_right, of_out = re.split(r"_|->", labels)
-    window = dict(
-        part.split("=")
-        for part in (instruction.attribute(r"window=\{([^}]*)\}") or "").split()
-    )
-    shape = instruction.shape
-    outputs = shape[of_out.index("b")] * shape[of_out.index("f")]
-    flops = 2 * outputs * right[of_right.index("i")]
-    for axis in range(len(of_left) - 2):
-        stride, dilation, base, padding = (
-            int(window[key].split("x")[axis].split("_")[0]) if key in window else default
-            for key, default in (
-                ("stride", 1), ("rhs_dilate", 1), ("lhs_dilate", 1), ("pad", 0)
-            )
-        )  # fmt: skip
-        end = (left[of_left.index(str(axis))] - 1) * base + 1
-        places = (
-            out * stride + inside * dilation - padding
-            for out in range(shape[of_out.index(str(axis))])
-            for inside in range(right[of_right.index(str(axis))])
-        )
-        # Pairs of a place of the output and one of the window that meet an input.
-        flops *= sum(0 <= place < end and place % base == 0 for place in places)
-    return flops
+    left, right = (beside[name].arrays[0][1] for name in x.operands[:2])
+    if x.opcode == "convolution":  # A product on a TPU, one of several if it is dilated.
+        inputs = x.attribute(r"dim_labels=\w+_(\w+)->").index("i")
+        window = x.attribute(r"window=\{size=([\dx]+)").split("x")
+        taps = 1 if "lhs_dilate" in x.rest else math.prod(int(n or 1) for n in window)
+        contracted = right[inputs] * taps
+    else:
+        axes = x.attribute(r'lhs_contracting_dim\w*"?[=:][\[{]([\d,"]*)').replace('"', "")
+        contracted = math.prod(left[int(axis)] for axis in axes.split(",") if axis)
+    return 2 * times * math.prod(x.arrays[0][1]) * contracted

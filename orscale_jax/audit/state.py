@@ -90,21 +90,10 @@ class AbstractState(NamedTuple):
         }
         whys = {name: why for note in decided for name, why in note.items()}
         parts = list(_parts(state, bare))
-        # Groups without a state are inferred by elimination, as far as that goes.
-        keeping = {part.label for part in parts if part.has_trees}
-        unsure = [
-            part.label
-            for part in parts
-            if part.is_masked or (part.is_innermost and part.label not in keeping)
-        ]
-        names = dict.fromkeys(label or "no label" for label in unsure)
-        without_state = " or ".join(names) if any(unsure) else ""
-        innermost = {p.label for p in parts if p.is_innermost or p.is_masked} - {""}
         kept, leaf_of = {}, leaves_by_path(bare)
         for path in leaf_of:
             name = names_on(path)
             holding = [part for part in parts if name in part.arrays]
-            labels = {part.label: None for part in holding if part.label in innermost}
             rules = {part.rule for part in holding if name in part.owners}
             axes, stage = axes_of.get(name, (None, 0))
             # Of an init in jax.vmap, they are those of one of several models.
@@ -119,7 +108,7 @@ class AbstractState(NamedTuple):
             ours = polar and rule in (MATRIX, ADAMW)
             kept[path] = ParameterState(
                 rule,
-                " and ".join(labels) or without_state,
+                _label_of(name, parts),
                 [array for part in holding for array in part.arrays[name]],
                 axes,
                 scales.get(name) if axes else None,
@@ -157,6 +146,28 @@ def nbytes_per_device(optimizer: Any, params: PyTree) -> int | None:
         )
     except Exception:  # An audit shows what it can, whatever a foreign init raises.
         return None
+
+
+def _label_of(name: Path, parts: Sequence[_Part]) -> str:
+    """The label of a parameter in the user's partitions: see :class:`ParameterRow`.
+
+    With ``optax.partition({"body": optax.partition({"on": tx, "off": off}, f)}, g)`` the
+    label is "body/on" where ``tx`` keeps something for the parameter, since "on" is an
+    innermost group. If ``off`` keeps no state, it is "body/off" for all others.
+    """
+    innermost = {p.label for p in parts if p.is_innermost or p.is_masked} - {""}
+    labels = [p.label for p in parts if name in p.arrays and p.label in innermost]
+    if labels:
+        return " and ".join(dict.fromkeys(labels))
+    # No group has it: it belongs to one of those that have no trees of parameters.
+    keeping = {part.label for part in parts if part.has_trees}
+    possible = [
+        part.label
+        for part in parts
+        if part.is_masked or (part.is_innermost and part.label not in keeping)
+    ]
+    names = dict.fromkeys(label or "no label" for label in possible)
+    return " or ".join(names) if any(possible) else ""
 
 
 def _parts(state: Any, params: PyTree) -> Iterator[_Part]:

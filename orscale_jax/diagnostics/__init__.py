@@ -1,4 +1,4 @@
-"""See what the optimizer does: readouts, warnings, a history, a report.
+"""See what the optimizer does: readouts, warnings, a history.
 
 =============  =====================================================================
 read           norms, ratios and steps of every matrix, inside of jit
@@ -10,8 +10,8 @@ History        the readings of a run in one file
 measure        on a slower clock: stable ranks, convergence of Newton–Schulz
 =============  =====================================================================
 
-``python -m orscale_jax.diagnostics FOLDER`` makes a report of a run. All find the
-matrices by :class:`~orscale_jax.transforms.matrices.Matrices`, as the optimizers do.
+All find the matrices by :class:`~orscale_jax.transforms.matrices.Matrices`, as the
+optimizers do.
 """
 
 from orscale_jax.diagnostics.history import History as History

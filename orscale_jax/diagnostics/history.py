@@ -6,7 +6,7 @@ import itertools
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,9 +15,6 @@ from orscale_jax import validate
 from orscale_jax.diagnostics.reading import Reading
 from orscale_jax.diagnostics.summaries import tabulate
 from orscale_jax.trees.boxes import PyTree
-
-if TYPE_CHECKING:
-    import pandas
 
 FILE_NAME = "history.csv"
 
@@ -86,8 +83,6 @@ class History:
     The columns are ``step``, ``matrix``, ``class``, the fields of :class:`Reading`, then
     ``measurements`` and ``scalars`` (the same in all rows of a step). A missing number is
     an empty field.
-    If the file is called ``history.csv``, ``python -m orscale_jax.diagnostics`` makes a
-    report of its folder.
 
     When :meth:`append` returns, the step is on the disk. If a process is killed in the
     middle of a step, the next process drops this step. A run that continues from a
@@ -183,7 +178,8 @@ class History:
         with open(self.path, newline="", encoding="utf-8") as file:
             file.seek(start)
             known = [row[1] for row in itertools.islice(csv.reader(file), rows)]
-        if len(steps) == 1 and known == matrices[:rows] != matrices:
+        is_beginning = len(known) < len(matrices) and known == matrices[: len(known)]
+        if len(steps) == 1 and is_beginning:
             self.rewind(min(steps) - 1)  # A process was killed as it wrote the step.
         elif known and known != matrices:
             pairs = itertools.zip_longest(matrices, known)
@@ -210,20 +206,6 @@ class History:
     def rewind(self, step: int) -> None:
         """Drop all later steps, for a run that continues from this one."""
         self._file.rewind(step)
-
-    def frame(self) -> "pandas.DataFrame":
-        """The file as a data frame of pandas."""
-        return read_rows(self.path)
-
-
-def read_rows(file: Any) -> "pandas.DataFrame":
-    """The rows of a history, in which "NA" and an empty text are names of matrices."""
-    import pandas
-
-    rows = pandas.read_csv(file, dtype=str, keep_default_na=False)
-    numbers = rows.columns.difference(["matrix", "class"])
-    rows[numbers] = rows[numbers].apply(pandas.to_numeric, errors="coerce")
-    return rows
 
 
 def _text(value: Any) -> str:

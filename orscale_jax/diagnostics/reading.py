@@ -1,7 +1,7 @@
 """Norms, ratios and steps of every matrix, read off an optimizer's state."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,19 +19,10 @@ from orscale_jax.transforms.momentum import Int8TraceState
 from orscale_jax.transforms.trust_ratio import NUMBERS, CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.names import Path, by_name, name_and_shape, names_on
-from orscale_jax.trees.nodes import Labels, nodes_in_groups, nodes_of
+from orscale_jax.trees.nodes import broadcast_prefix, nodes_in_groups, nodes_of
 
-LearningRate: TypeAlias = (
-    ArrayLike | optax.Schedule | Mapping[Any, ArrayLike | optax.Schedule] | None
-)
 # Arrays of the leaves of matrices, by path.
 ByPath: TypeAlias = dict[Path, Any]
-_Value = TypeVar("_Value")
-
-_INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
-_FORMS = (
-    "pass a number, a schedule, or a mapping from the labels of optax.partition to them"
-)
 
 
 class Reading(NamedTuple):
@@ -79,7 +70,7 @@ def read(
     params: PyTree,
     weight_dimension_numbers: WeightDimensionNumbers = None,
     *,
-    learning_rate: LearningRate = None,
+    learning_rate: PyTree | optax.Schedule | None = None,
 ) -> Reading:
     r"""Read the norms, ratios and steps of every matrix from the state of an optimizer.
 
@@ -97,9 +88,9 @@ def read(
       params: The parameters after the update, or a model of Flax NNX or Equinox.
       weight_dimension_numbers: The dimension numbers of the optimizer.
       learning_rate: The :math:`\eta` of the last update, or the schedule of the
-        optimizer, whose count is in the state. If groups of :func:`optax.partition` have
-        different rates, a mapping from their labels to numbers and schedules. None: the
-        rates of :func:`optax.inject_hyperparams`, if the state has them; otherwise
+        optimizer, whose count is in the state. If parameters have different rates, a tree
+        of numbers like the parameters, or a prefix of one. None: the rate of
+        :func:`optax.inject_hyperparams`, if the state has exactly one; otherwise
         ``relative_step`` is None. A later :func:`orscale_jax.scale_by_path` is ignored.
 
     Returns:
@@ -107,8 +98,7 @@ def read(
 
     Raises:
       ValueError: If the state belongs to another optimizer, or has other matrices or no
-        matrices. Also if you pass a schedule and the state has no count, or if you pass
-        one rate although the state shows that groups have different rates.
+        matrices. Also if you pass a schedule and the state has no count.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -128,16 +118,13 @@ def read(
     params = unbox(trained(params, state))
     state = unbox(getattr(state, "opt_state", state))
     params = with_master_weights(nodes_of(state, MasterWeightsState), params)
-    # For each leaf with trust ratios: the labels around it, and its arrays by field.
-    groups: dict[Path, Labels] = {}
-    ratios: dict[Path, dict[str, jax.Array]] = {}
-    for labels, node in nodes_in_groups(state, CalibratedTrustRatioState):
-        for path, numbers in by_name(node.numbers).items():
-            of_matrices = jnp.unstack(jnp.asarray(numbers))
-            ratios[path] = dict(zip(NUMBERS, of_matrices, strict=True))
-            groups[path] = labels
+    ratios = {
+        path: dict(zip(NUMBERS, jnp.unstack(jnp.asarray(numbers)), strict=True))
+        for node in nodes_of(state, CalibratedTrustRatioState)
+        for path, numbers in by_name(node.numbers).items()
+    }
     initial = _by_path(x.initial_norm for x in nodes_of(state, InitialNormState))
-    if (like := held(state)) is None:
+    if (like := entries_of(state)) is None:
         remedy = "pass the state of an optimizer of orscale_jax"
         validate.refuse("state", type(state), remedy)
     matrices = matrices_of(params, weight_dimension_numbers, like, "the state")
@@ -154,7 +141,7 @@ def read(
             size = jnp.abs(jnp.asarray(momenta[name]).astype(norm.dtype))
             started = axes.reduce(jnp.sum, size) != 0
             quantities[name]["started"] = typed_sharding.shard_like(started, norm)
-    rates = _learning_rates(learning_rate, state, groups)
+    rates = by_name(_learning_rates(learning_rate, state, params))
     for path, at in ratios.items():
         quantities[path] |= _of_matrices(at, norms[path], rates.get(path))
     for path, norm in initial.items():
@@ -193,7 +180,7 @@ def _by_path(trees: Iterable[PyTree]) -> ByPath:
     return {names_on(path): array for path, array in leaves}
 
 
-def held(state: Any) -> ByPath | None:
+def entries_of(state: Any) -> ByPath | None:
     """An array with an entry for each matrix, of each leaf; None of other optimizers.
 
     It is None for a leaf of which the state holds the momentum alone.
@@ -274,104 +261,31 @@ def _of_matrices(
     return readouts
 
 
-def _learning_rates(
-    learning_rate: LearningRate, state: PyTree, groups: Mapping[Path, Labels]
-) -> ByPath:
-    """η of the last update of each matrix; none if not known."""
-    injected = list(_injected(state))
-    schedules = nodes_in_groups(state, optax.ScaleByScheduleState)
-    counts = [(labels, node.count) for labels, node in schedules]
-    if learning_rate is not None and not isinstance(learning_rate, Mapping):
-        _require_one_rate(groups, [labels for labels, *_ in injected], counts)
-    rates: ByPath = {}
-    for path, labels in groups.items():
-        rate: Any = learning_rate
-        if learning_rate is None:
-            rate = _injected_rate(injected, labels)
-        elif isinstance(learning_rate, Mapping):
-            rate = _rate_of_group(learning_rate, path, labels)
-        if callable(rate):
-            count = _innermost(counts, labels)
-            if count is None:
-                raise ValueError(
-                    "learning_rate is a schedule, but the state has no count for it: "
-                    "pass the number that the optimizer used, or the schedule that it "
-                    "was built with."
-                )
-            rate = rate(jnp.maximum(jnp.asarray(count) - 1, 0))
-        if rate is not None:
-            if np.ndim(rate):
-                validate.refuse("learning_rate", rate, _FORMS)
-            if not isinstance(rate, jax.Array):  # Looking at one would wait for its step.
-                validate.number("learning_rate", rate, at_least=0)
-            rates[path] = rate
-    unknown = [path for path in groups if path not in rates]
-    if rates and unknown:
-        raise ValueError(
-            f"the state holds the learning rates of some matrices, but not that of "
-            f"{'.'.join(unknown[0])!r}: {_FORMS}."
-        )
+def _learning_rates(given: Any, state: PyTree, params: PyTree) -> PyTree:
+    """η of the last update of each parameter; none if it is not known."""
+    if given is None:
+        # A parameter may be called like a hyperparameter.
+        injected = [
+            rate
+            for path, rate in optax.tree.get_all_with_path(state, "learning_rate")
+            if len(path) > 1 and getattr(path[-2], "name", "") == "hyperparams"
+        ]
+        given = injected[0] if len(injected) == 1 else None
+    if callable(given):
+        steps = nodes_of(state, optax.ScaleByScheduleState)
+        if not steps:
+            raise ValueError(
+                "learning_rate is a schedule, but the state has no count for it: pass "
+                "the number that the optimizer used, or its own schedule."
+            )
+        given = given(jnp.maximum(jnp.asarray(steps[0].count) - 1, 0))
+    if given is None:
+        return {}
+    misfit = "learning_rate must be a number, a schedule, or a tree like the parameters"
+    rates = broadcast_prefix(given, params, misfit)
+    for rate in jax.tree.leaves(rates):
+        if np.ndim(rate):
+            validate.refuse("learning_rate", rate, "pass a number for each parameter")
+        if not isinstance(rate, jax.Array):  # Looking at one would wait for its step.
+            validate.number("learning_rate", rate, at_least=0)
     return rates
-
-
-def _require_one_rate(
-    groups: Mapping[Path, Labels],
-    injected: Sequence[Labels],
-    counts: list[tuple[Labels, jax.Array]],
-) -> None:
-    """Refuse one rate for all matrices where the state shows several."""
-    places = [(labels, labels) for labels in injected]
-    if len({_innermost(places, labels) for labels in groups.values()}) > 1:
-        raise ValueError(
-            "learning_rate is one for all matrices, but their groups have their own "
-            "in the state (optax.inject_hyperparams): leave learning_rate out."
-        )
-    if len({_innermost(counts, labels) is None for labels in groups.values()}) > 1:
-        raise ValueError(
-            "learning_rate is one for all matrices, but some groups have a schedule "
-            "and others do not: pass a mapping from the labels of optax.partition to "
-            "numbers and schedules."
-        )
-
-
-def _rate_of_group(rates: Mapping[Any, Any], path: Path, labels: Labels) -> Any:
-    """The rate of the innermost label that has one."""
-    known = [rates[label] for label in labels if rates.get(label) is not None]
-    if not known:
-        raise ValueError(
-            f"learning_rate has no entry for {'.'.join(path)!r} in the group "
-            f"{' / '.join(map(str, labels))!r}: {_FORMS}."
-        )
-    return known[-1]
-
-
-def _injected_rate(
-    injected: Sequence[tuple[Labels, ArrayLike, bool]], labels: Labels
-) -> ArrayLike | None:
-    """The rate that optax.inject_hyperparams holds for a group; None if none does."""
-    around = [each for each in injected if each[0] == labels[: len(each[0])]]
-    inside = [each for each in around if each[2]]
-    if len(around) > 1 and not inside:
-        raise ValueError(
-            "the state holds several learning rates, none of them of the "
-            f"optimizer that has the ratios: {_FORMS}."
-        )
-    # The innermost of nested injections is the last one.
-    return _innermost([each[:2] for each in inside[::-1] or around], labels)
-
-
-def _injected(
-    tree: PyTree, labels: Labels = ()
-) -> Iterator[tuple[Labels, ArrayLike, bool]]:
-    """Labels around the rates of optax.inject_hyperparams; if these are around ratios."""
-    for inside, node in nodes_in_groups(tree, *_INJECTED, labels=labels):
-        rate, inner = node.hyperparams.get("learning_rate"), node.inner_state
-        if rate is not None:
-            yield inside, rate, bool(nodes_of(inner, CalibratedTrustRatioState))
-        yield from _injected(inner, inside)
-
-
-def _innermost(labelled: list[tuple[Labels, _Value]], labels: Labels) -> _Value | None:
-    """What stands in the innermost group around a leaf; the first of several."""
-    around = [(at, value) for at, value in labelled if at == labels[: len(at)]]
-    return max(around, key=lambda pair: len(pair[0]), default=(None, None))[1]

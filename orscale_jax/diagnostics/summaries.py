@@ -196,14 +196,13 @@ def _statistics(vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     statistics: dict[str, jax.Array] = {}
     fields = {name: vectors[name] for name in QUANTITIES if name in vectors}
     if fields:
-        # Some matrices may lack a quantity; infinity is left out below.
+        broken = jnp.array([jnp.isnan(x).any() for x in fields.values()])
+        # NaN from here on: infinity, and what some matrices lack.
         longest = max(x.size for x in fields.values())
-        padded = [
-            jnp.pad(x, (0, longest - x.size), constant_values=jnp.inf)
-            for x in fields.values()
-        ]
-        values = jnp.stack(padded)
-        known = jnp.where(jnp.isinf(values), jnp.nan, values)
+        counted = (jnp.where(jnp.isinf(x), jnp.nan, x) for x in fields.values())
+        known = jnp.stack(
+            [jnp.pad(x, (0, longest - x.size), constant_values=jnp.nan) for x in counted]
+        )
         shares = jnp.array([*PERCENTILES.values()])
         percentiles = jnp.nanpercentile(known, shares, axis=1)
         rows = {
@@ -212,7 +211,6 @@ def _statistics(vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
             "min": jnp.nanmin(known, axis=1),
             "max": jnp.nanmax(known, axis=1),
         }
-        broken = jnp.isnan(values).any(axis=1)
         for statistic, row in rows.items():
             row = jnp.where(broken, jnp.nan, row)
             statistics |= {f"{name}/{statistic}": row[i] for i, name in enumerate(fields)}

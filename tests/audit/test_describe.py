@@ -311,9 +311,9 @@ def test_dimension_numbers_in_place_of_the_optimizer():
         ValueError, match=r"optimizer is of type dict: .*muon\(rate, weight_"
     ):
         describe({"w": jnp.ones((4, 8))}, {"w": Dims(0, 1)})
-    with pytest.raises(TypeError, match=r"describe\(\): multiple .* params, optimizer"):
+    with pytest.raises(TypeError, match="multiple values for argument 'optimizer'"):
         describe({"w": jnp.ones((4, 8))}, {"w": Dims(0, 1)}, optimizer=muon(0.1))
-    with pytest.raises(TypeError, match=r"of the optimizer: muon\(rate, weight_"):
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
         describe({"w": jnp.ones((4, 8))}, weight_dimension_numbers={"w": Dims(0, 1)})
 
 
@@ -546,7 +546,7 @@ stacks for Newton–Schulz
 2 of 1 × 4: layers.stack
 """
 WIDE = """\
-parameter     shape      rule    why    class      matrices      s        ‖W‖  parameters  state bytes
+parameter     shape      rule    why    class      matrices      s  ‖W‖        parameters  state bytes
 ────────────  ─────────  ──────  ─────  ─────────  ──────────  ───  ─────────  ──────────  ───────────
 bias          (1000,)    adamw   shape  bias                                        1,000        8,000
 layers.stack  (2, 1, 4)  matrix  rule   other      2 of 1 × 4  0.4  2 … 4.472           8           88
@@ -645,10 +645,12 @@ def test_columns_that_say_nothing_are_left_out(params, numbers, shown, hidden):
 
 
 CSV = """\
-parameter,shape,dtype,rule,why,check,class,matrices,m,n,s,parameters,state_bytes
-bias,"(1000,)",float32,adamw,shape,,bias,0,,,,1000,8000
-layers.stack,"(2, 1, 4)",float32,matrix,rule,,other,2,1,4,0.4,8,88
-wte,"(2, 2)",float32,adamw,name,,embedding,0,,,,4,32
+path,shape,dtype,rule,parameters,state_bytes,layer_class,label,why,matrices,m,n,scale,\
+norms,block,blocks,check,first_update,first_update_rms
+bias,"(1000,)",float32,adamw,1000,8000,bias,,shape,0,0,0,,,,,,,
+layers.stack,"(2, 1, 4)",float32,matrix,8,88,other,,rule,2,1,4,0.4,\
+"(2.0, 4.4721360206604)",,,,,
+wte,"(2, 2)",float32,adamw,4,32,embedding,,name,0,0,0,,,,,,,
 """
 
 
@@ -708,8 +710,7 @@ PLACEMENT = [
     f"{2 * 1024 * 7 // 8 + 5 * 64 * 6 * 7 // 8:,} bytes sent per device: thin",
     # Products are shorter than transfers, of which they may hide as much.
     "each device: 0.00103 GFLOP, 0.0129 MB over fast links, 0 MB over slow ones; "
-    "about 8.97e-05 ms without overlap, 8.63e-05 of them for transfers, at least "
-    "8.29e-05 waited for",
+    "about 8.97e-05 ms without overlap, 8.63e-05 of them for transfers",
 ]
 
 

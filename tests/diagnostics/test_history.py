@@ -9,6 +9,7 @@ import optax
 import pandas
 import pytest
 
+from examples.report import read_rows
 from orscale_jax import muon, orscale
 from orscale_jax.diagnostics import History, Reading, read, tabulate
 from orscale_jax.diagnostics.history import StepFile
@@ -43,14 +44,14 @@ def test_a_name_of_two_lines_is_written_in_one(tmp_path):
     of_two = read(orscale(1e-3).init(params), params)
     for step in (1, 2):
         History(tmp_path / "history.csv").append(step, of_two)
-    frame = History(tmp_path / "history.csv").frame()
+    frame = read_rows(tmp_path / "history.csv")
     assert frame.matrix.tolist() == [r"a\nb", "c"] * 2
 
 
 @pytest.mark.extended
 def test_pandas_reads_what_was_written(tmp_path):
     history = written(tmp_path / "run" / "history.csv")
-    frame = history.frame()
+    frame = read_rows(history.path)
     first = ["step", "matrix", "class"]
     assert [*frame.columns] == [*first, *Reading._fields, "loss"]
     assert frame.step.tolist() == [1] * 3 + [2] * 3 + [3] * 3
@@ -68,7 +69,7 @@ def test_measurements_at_their_steps_and_what_does_not_exist_is_empty(tmp_path):
     history = History(tmp_path / "history.csv", measurements=["signal"], scalars=["loss"])
     history.append(1, reading(), {"signal": reading().growth})
     history.append(2, reading(build=muon))
-    frame = history.frame()
+    frame = read_rows(history.path)
     assert frame.signal.notna().tolist() == [True] * 3 + [False] * 3
     assert frame.loss.isna().all() and frame.trust_ratio[3:].isna().all()
     assert frame.weight_norm.notna().all()
@@ -93,7 +94,7 @@ def test_a_torn_first_step_gives_way_to_the_next(tmp_path, lines):
     whole = written(path, (1,)).path.read_text()
     path.write_text("".join(whole.splitlines(keepends=True)[: 1 + lines]) + "1,exp")
     history = written(path, (2,))
-    assert history.frame().step.tolist() == [2] * 3
+    assert read_rows(history.path).step.tolist() == [2] * 3
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):

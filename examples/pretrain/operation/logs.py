@@ -160,9 +160,7 @@ class Readouts:
         opt_state, params = state["opt_state"], state["params"]
         reading, measured = self._read(opt_state, params), {}
         if measuring:
-            measured = diagnostics.measure(
-                opt_state, params, self._numbers, names=OF_MOMENTUM
-            )
+            measured = diagnostics.measure(opt_state, params, self._numbers)
         if is_first():
             self.history.append(step, reading, measured, **scalars)
         return reading

@@ -17,8 +17,8 @@ from examples.figure_style import INK
 from examples.pretrain.operation.rundir import read_csv, read_facts, write_atomically
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.tasks import recorded_kind
+from examples.report import write_report
 from orscale_jax.diagnostics.history import FILE_NAME
-from orscale_jax.diagnostics.report import write_report
 
 # Columns of the table: title, key of the summary, format.
 COLUMNS = (("accuracy", "val_accuracy", ".2%"), ("s/step", "seconds_per_step", ".3f"))

@@ -4,7 +4,7 @@ import pytest
 
 from examples.benchmarks import hlo_cost
 from orscale_jax.newton_schulz.hardware import H100, Link
-from tests.audit.test_program import (
+from tests.examples.benchmarks.test_program import (
     NOTED,
     collectives,
     cycles,

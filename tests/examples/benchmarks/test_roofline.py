@@ -3,8 +3,8 @@
 import pytest
 
 from examples.benchmarks import hlo_cost, roofline
-from tests.audit.test_program import NOTED, loop
 from tests.examples.benchmarks.test_hlo_cost import FUSION
+from tests.examples.benchmarks.test_program import NOTED, loop
 
 FORWARD = (
     "ENTRY %main (q: bf16[8,1024,12,64]) -> bf16[8,12,1024,64] {\n"
