@@ -95,9 +95,11 @@ class Checks:
             or (_UNKNOWN.fullmatch(layer) and _FUSED.search(name))
             or (layer.endswith(" up") and self._is_twice_as_wide(path, row))
         ):
-            # Blocks or a batch axis divide it, but not one that all neighbours have as
-            # well, of layers or experts.
-            beside = [self.shapes[other] for other in self._beside(path)]
+            # Blocks or a batch axis divide it, but not one that all nearest neighbours
+            # have as well, of layers or experts.
+            depths = range(1, len(self.modules[path]) + 1)
+            nearest = (list(self._beside(path, depth)) for depth in depths)
+            beside = [self.shapes[other] for other in next(filter(None, nearest), [])]
             if not axes.sizes and not any(
                 shape[axis] in _PARTS
                 and {other[axis : axis + 1] for other in beside} != {(shape[axis],)}
@@ -177,9 +179,12 @@ class Checks:
         flattened = any(m % size == 0 for size in lengths)
         return row.matrices == 1 and flattened and not fits
 
-    def _beside(self, path: Any) -> Iterator[Any]:
-        """The paths of the parameters of the modules beside that of a leaf."""
+    def _beside(self, path: Any, depth: int = 1) -> Iterator[Any]:
+        """The paths of the parameters in the module around that of a leaf, but its own.
+
+        ``depth`` counts the modules around it.
+        """
         module = self.modules[path]
-        for other in self.below[module[:-1]]:
+        for other in self.below[module[:-depth]]:
             if self.modules[other][: len(module)] != module:
                 yield other

@@ -143,6 +143,15 @@ SHORT = {"a": (8, 99), "b": (1, 8), "c": (8, 12)}
         # An axis that all neighbours have is one of layers or experts, and splits none.
         (STACKED, LAYERS, {"layers.qkv.kernel": "fused?"}),
         (STACKED | {"layers.norm.scale": (8,)}, LAYERS, {}),
+        *(
+            # Of which nothing is beside the array itself, as in midGPT.
+            (
+                {"attn.qkv.own_w": (layers, 8, 24), "attn.out.own_w": (layers, 8, 8)},
+                STACK,
+                {"attn.qkv.own_w": "fused?"},
+            )
+            for layers in (2, 3, 4, 6)
+        ),
         (
             {"experts.gate_up": (2, 8, 16), "experts.down": (2, 8, 8)},
             STACK,

@@ -924,6 +924,30 @@ def test_frozen_parameters():
 
 
 @pytest.mark.extended
+def test_labels_from_a_function_freeze_a_part_of_an_nnx_model():
+    """As docs/parameters.md freezes it; a tree of labels fits only init or update."""
+    model = Tied(11)
+
+    def labels(params):
+        return jax.tree.map_with_path(
+            lambda path, _: "frozen" if "layer" in jax.tree_util.keystr(path) else "on",
+            params,
+        )
+
+    numbers = nnx_dimension_numbers(model)
+    groups = {
+        "on": muon(1e-2, weight_dimension_numbers=numbers), "frozen": optax.set_to_zero()
+    }  # fmt: skip
+    optimizer = nnx.Optimizer(model, optax.partition(groups, labels), wrt=nnx.Param)
+    frozen, trained = (
+        jnp.copy(model.layer.kernel[...]),
+        jnp.copy(model.token.embedding[...]),
+    )
+    optimizer.update(model, nnx.state(model, nnx.Param))
+    assert jnp.array_equal(model.layer.kernel[...], frozen)
+    assert not jnp.array_equal(model.token.embedding[...], trained)
+
+
 def test_modules_behind_a_bridge_are_unresolved():
     x = jnp.ones((2, 3))
     around = nnx.bridge.ToNNX(nn.Dense(4), rngs=nnx.Rngs(0)).lazy_init(x)
