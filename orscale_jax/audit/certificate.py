@@ -222,16 +222,16 @@ def certify(
             for seed, size in enumerate((0.02, 1.0, 1.0))
         ]
         on_mesh, on_one = chain_on(running), chain_on(single)
-        found, differences = _compared(on_mesh, on_one, weights, grads, leaves)
-        noise = _noise(on_one, weights, grads, leaves, differences, nudge)
-        for i, error in noise.items():
+        comparison = _Comparison(on_mesh, on_one, weights, grads, leaves)
+        found, differences = comparison.errors()
+        for i, error in comparison.noise(differences, nudge).items():
             limit = _MARGIN * error
             if found[i] <= limit or limit >= 1:
                 del differences[i]
             if limit >= 1:
                 causes.setdefault(i, "rounding decides it, on one device as well")
         if not errors:
-            causes |= _causes(on_mesh, on_one, weights, grads, differences)
+            causes |= comparison.causes(differences)
             program, alone = on_mesh.program, on_one.program
             if isinstance(mesh, Mesh) and mesh != running:  # There to compile for only.
                 program = chain_on(mesh).compiled_like(on_mesh)
@@ -360,104 +360,97 @@ class _Chain:
 _Differences: TypeAlias = dict[int, tuple[int, Shards, Array]]
 
 
-def _compared(
-    on_mesh: _Chain,
-    on_one: _Chain,
-    weights: Sequence[Array],
-    grads: Sequence[Sequence[Array]],
-    leaves: Sequence[_Leaf],
-) -> tuple[list[float], _Differences]:
-    """The largest error of each leaf, and the update that has it if it needs a cause."""
-    runs = zip(*(x.updates(weights, grads) for x in (on_mesh, on_one)), strict=True)
-    errors, moved = [0.0] * len(leaves), [0] * len(leaves)
-    differences: _Differences = {}
-    left = _UPDATES
-    for step, (found, expected) in enumerate(runs):
-        for i, leaf in enumerate(leaves):
-            shards = [(x.index, _wide(x.data)) for x in found[i].addressable_shards]
-            one = _wide(expected[i])
-            off = np.zeros(one.shape, one.real.dtype)
-            for at, values in shards:
-                off[at] = np.maximum(off[at], abs(values - one[at]))
-            error = _relative(off, one, leaf.axes)
-            if error > max(errors[i], _TOLERANCE):
-                differences[i] = step, shards, one
-            errors[i] = max(errors[i], error)
-            if one.any() or off.any():
-                left = left if moved[i] else _MORE_UPDATES + 1
-                moved[i] += 1
-        left -= 1
-        if not left or min(moved, default=_COMPARED) >= _COMPARED:
-            break
-    return errors, differences
+class _Comparison(NamedTuple):
+    """The same updates on a mesh and on one device."""
 
+    on_mesh: _Chain
+    on_one: _Chain
+    weights: Sequence[Array]
+    grads: Sequence[Sequence[Array]]
+    leaves: Sequence[_Leaf]
 
-def _noise(
-    on_one: _Chain,
-    weights: Sequence[Array],
-    grads: Sequence[Sequence[Array]],
-    leaves: Sequence[_Leaf],
-    differences: _Differences,
-    nudge: float,
-) -> dict[int, float]:
-    """The largest errors that slightly other gradients make on one device."""
-    random, noise = np.random.default_rng(0), dict.fromkeys(differences, 0.0)
-    steps = 1 + max((step for step, *_ in differences.values()), default=-1)
-
-    def nudged(x: Array) -> Array:
-        return (x * (1 + nudge * random.choice((-1, 1), x.shape))).astype(x.dtype)
-
-    for _ in range(_ROUNDINGS if steps else 0):
-        others = jax.tree.map(nudged, grads)
-        updates = itertools.islice(on_one.updates(weights, others), steps)
-        for now, found in enumerate(updates):
-            for i, (step, _, one) in differences.items():
-                if step == now:
-                    error = _relative(abs(_wide(found[i]) - one), one, leaves[i].axes)
-                    noise[i] = max(noise[i], error)
-    return noise
-
-
-def _causes(
-    on_mesh: _Chain,
-    on_one: _Chain,
-    weights: Sequence[Array],
-    grads: Sequence[Sequence[Array]],
-    differences: _Differences,
-) -> dict[int, str]:
-    """The likely cause of each difference."""
-
-    @functools.cache
-    def by_shards(along: Sequence[str], step: int) -> list[Shards]:
-        """The updates of devices that have only their own shards along some axes."""
-        maps = []
-        for spec, x in zip(on_mesh.specs, weights, strict=True):
-            entries = map(typed_sharding.names, spec)
-            cut = [tuple(name for name in names if name in along) for names in entries]
-            sharding = NamedSharding(on_mesh.mesh, PartitionSpec(*cut))
-            maps.append(sharding.devices_indices_map(x.shape).values())
-        result = [Shards() for _ in maps]
-        for places in {str(at): at for at in zip(*maps, strict=True)}.values():
-            own, *own_grads = (
-                [x[at] for x, at in zip(each, places, strict=True)]
-                for each in (weights, *grads)
-            )
-            try:
-                *_, last = itertools.islice(on_one.updates(own, own_grads), step + 1)
-            except Exception:  # The optimizer refuses shards.
+    def errors(self) -> tuple[list[float], _Differences]:
+        """The largest error of each leaf, and the update that has it, if it is large."""
+        chains = self.on_mesh, self.on_one
+        updates = (chain.updates(self.weights, self.grads) for chain in chains)
+        errors, moved = [0.0] * len(self.leaves), [0] * len(self.leaves)
+        differences: _Differences = {}
+        left = _UPDATES
+        for step, (found, expected) in enumerate(zip(*updates, strict=True)):
+            for i, leaf in enumerate(self.leaves):
+                shards = [(x.index, _wide(x.data)) for x in found[i].addressable_shards]
+                one = _wide(expected[i])
+                off = np.zeros(one.shape, one.real.dtype)
+                for at, values in shards:
+                    off[at] = np.maximum(off[at], abs(values - one[at]))
+                error = _relative(off, one, leaf.axes)
+                if error > max(errors[i], _TOLERANCE):
+                    differences[i] = step, shards, one
+                errors[i] = max(errors[i], error)
+                if one.any() or off.any():
+                    left = left if moved[i] else _MORE_UPDATES + 1
+                    moved[i] += 1
+            left -= 1
+            if not left or min(moved, default=_COMPARED) >= _COMPARED:
                 break
-            for shards, at, update in zip(result, places, last, strict=True):
-                shards.append((at, _wide(update)))
-        return result
+        return errors, differences
 
-    lengths = [name for name, size in on_mesh.mesh.shape.items() if size > 1]
-    subsets = [
-        x for n in range(len(lengths)) for x in itertools.combinations(lengths, n + 1)
-    ]
-    return {
-        i: _cause(shards, wanted, ((x, by_shards(x, step)[i]) for x in subsets))
-        for i, (step, shards, wanted) in differences.items()
-    }
+    def noise(self, differences: _Differences, nudge: float) -> dict[int, float]:
+        """The largest errors that slightly other gradients make on one device."""
+        random, noise = np.random.default_rng(0), dict.fromkeys(differences, 0.0)
+        steps = 1 + max((step for step, *_ in differences.values()), default=-1)
+
+        def nudged(x: Array) -> Array:
+            return (x * (1 + nudge * random.choice((-1, 1), x.shape))).astype(x.dtype)
+
+        for _ in range(_ROUNDINGS if steps else 0):
+            others = jax.tree.map(nudged, self.grads)
+            updates = itertools.islice(self.on_one.updates(self.weights, others), steps)
+            for now, found in enumerate(updates):
+                for i, (step, _, one) in differences.items():
+                    if step == now:
+                        off, axes = abs(_wide(found[i]) - one), self.leaves[i].axes
+                        noise[i] = max(noise[i], _relative(off, one, axes))
+        return noise
+
+    def causes(self, differences: _Differences) -> dict[int, str]:
+        """The likely cause of each difference."""
+
+        @functools.cache
+        def by_shards(along: Sequence[str], step: int) -> list[Shards]:
+            """The updates of devices that have only their own shards along some axes."""
+            maps = []
+            for spec, x in zip(self.on_mesh.specs, self.weights, strict=True):
+                cut = [
+                    tuple(name for name in typed_sharding.names(entry) if name in along)
+                    for entry in spec
+                ]
+                sharding = NamedSharding(self.on_mesh.mesh, PartitionSpec(*cut))
+                maps.append(sharding.devices_indices_map(x.shape).values())
+            result = [Shards() for _ in maps]
+            for places in {str(at): at for at in zip(*maps, strict=True)}.values():
+                own, *own_grads = (
+                    [x[at] for x, at in zip(each, places, strict=True)]
+                    for each in (self.weights, *self.grads)
+                )
+                try:
+                    *_, last = itertools.islice(
+                        self.on_one.updates(own, own_grads), step + 1
+                    )
+                except Exception:  # The optimizer refuses shards.
+                    break
+                for shards, at, update in zip(result, places, last, strict=True):
+                    shards.append((at, _wide(update)))
+            return result
+
+        lengths = [name for name, size in self.on_mesh.mesh.shape.items() if size > 1]
+        subsets = [
+            x for n in range(len(lengths)) for x in itertools.combinations(lengths, n + 1)
+        ]
+        return {
+            i: _cause(shards, wanted, ((x, by_shards(x, step)[i]) for x in subsets))
+            for i, (step, shards, wanted) in differences.items()
+        }
 
 
 def _cause(
