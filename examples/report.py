@@ -1,8 +1,6 @@
-"""The report of a run that wrote a history: one HTML page and its figures.
+"""The report of a run that wrote a history: one HTML page and its figures."""
 
-python -m examples.report RUN_FOLDER
-"""
-
+import argparse
 import base64
 import html
 import io
@@ -301,14 +299,11 @@ def figure_of(entry: Entry, rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def write_report(
-    folder: str | pathlib.Path, out: str | pathlib.Path | None = None
-) -> pathlib.Path:
-    """Write the report of a run; the path of its page. RunError if there is none."""
+def write_report(folder: str | pathlib.Path) -> pathlib.Path:
+    """Write the report of a run into its folder; the path of the page."""
     folder = pathlib.Path(folder)
-    rows = read_run(folder)
-    out = folder / "report" if out is None else pathlib.Path(out)
-    out.mkdir(parents=True, exist_ok=True)
+    rows, out = read_run(folder), folder / "report"
+    out.mkdir(exist_ok=True)
     last = rows[rows["step"] == rows["step"].iloc[-1]]
     shown, figures = thinned(rows).replace([np.inf, -np.inf], np.nan), ""
     for name, entry in FIGURES.items():
@@ -364,7 +359,9 @@ def _table(title: str, rows: pd.DataFrame) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", help="the folder of a run that writes a history")
     try:
-        print(write_report(sys.argv[1]))
+        print(write_report(parser.parse_args().folder))
     except (RunError, OSError) as error:
         sys.exit(str(error))

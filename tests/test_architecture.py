@@ -74,7 +74,7 @@ def test_no_folder_grows_unnoticed():
 
 def test_every_folder_and_module_has_its_row():
     there = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    there |= {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"} - SHARED
+    there |= {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
     assert there == ALLOWED.keys()
     assert tuple(ALLOWED)[:5] == BELOW_STAGES  # "The five folders above".
 

@@ -154,6 +154,12 @@ def test_bytes_of_state_that_is_not_divided_into_blocks(blocks):
         assert total.state_bytes == size(optimizer.init(params))
 
 
+def test_without_an_optimizer_it_describes_muon():
+    params = {"w": jnp.ones((4, 8)), "b": jnp.ones(3)}
+    assert str(describe(params)) == str(describe(params, muon(1e-3)))
+    assert str(describe(params)) != str(describe(params, orscale(1e-3)))
+
+
 def test_owners_of_the_state():
     description = describe(jnp.ones((2, 3)), orscale(0.1))
     [row] = description.rows  # It owns what its matrix keeps.

@@ -2,6 +2,8 @@
 
 import html.parser
 import re
+import runpy
+import sys
 
 import numpy as np
 import pandas as pd
@@ -180,6 +182,16 @@ def test_a_folder_without_a_history(tmp_path, text, message):
         (tmp_path / "history.csv").write_text(text)
     with pytest.raises(RunError, match=message):
         write_report(tmp_path)
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    folder = write(tmp_path / "run", history(layers=1, steps=1))
+    monkeypatch.setattr(sys, "argv", ["report", str(folder)])
+    runpy.run_path(module.__file__, run_name="__main__")
+    assert capsys.readouterr().out == f"{folder / 'report' / 'report.html'}\n"
+    (folder / "history.csv").unlink()
+    with pytest.raises(SystemExit, match=r"has no history\.csv"):
+        runpy.run_path(module.__file__, run_name="__main__")
 
 
 class TestHistories:

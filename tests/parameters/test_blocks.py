@@ -113,8 +113,7 @@ def test_the_table_says_that_blocks_are_contiguous(blocks):
     said = ["gate_up[:, 0:10]", "gate_up[:, 10:24]"] if 10 in np.ravel(blocks) else []
     assert ("2 contiguous" in str(description)) == (not said)
     assert all(name in str(description) for name in said)
-    heading, row = (line.split(",") for line in description.to_csv().splitlines()[:2])
-    assert ("blocks" in heading) == ("2 contiguous" in row) == (not said)
+    assert ("2 contiguous" in description.to_csv()) == (not said)
 
 
 def test_a_rule_for_blocks_in_turns():

@@ -113,8 +113,8 @@ def test_the_audit_is_of_the_optimizer_of_the_run(finished):
         assert rows(name)[up].scale == 1
     assert rows("muon")[up].state_bytes == 4 * 16 * 64  # M.
     assert rows("adamw")[up].rule != "matrix" and rows("adamw")[up].scale is None
-    written = {r["parameter"]: r for r in tiny.rows(finished / "orscale" / "audit.csv")}
-    assert written[up]["s"] == "1.6" and written[up]["state_bytes"]
+    written = {r["path"]: r for r in tiny.rows(finished / "orscale" / "audit.csv")}
+    assert written[up]["scale"] == "1.6" and written[up]["state_bytes"]
 
 
 def test_summary(finished):
