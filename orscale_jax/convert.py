@@ -132,11 +132,9 @@ class _Conversion:
             if len(shape) != np.ndim(old) or sum(a != b for a, b in lengths) != 1:
                 return entry.array
             both = tuple(map(slice, map(min, lengths)))
-            whole, kept = (
-                typed_sharding.gather(jnp.asarray(x)) for x in (entry.array, old)
-            )
-            old = whole.at[both].set(kept.astype(whole.dtype)[both])
-            old = typed_sharding.shard_like(old, entry.array)
+            new, kept = map(typed_sharding.gather, map(jnp.asarray, (entry.array, old)))
+            new = new.at[both].set(kept.astype(new.dtype)[both])
+            old = typed_sharding.shard_like(new, entry.array)
         # A copy, so that a donated step does not delete the arrays of the old state.
         return jnp.array(old, jnp.result_type(entry.array), copy=True)
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -237,8 +236,9 @@ def certify(
         comparison = _Comparison(on_mesh, on_one, weights, grads, leaves)
         found, differences, compared = comparison.errors(steps)
         if not any(compared):
-            still = f"no update in {_UPDATES} moves it"
-            causes |= dict.fromkeys(range(len(leaves)), still)
+            causes = dict.fromkeys(
+                range(len(leaves)), f"no update in {_UPDATES} moves it"
+            )
         for i in comparison.undecided(found, differences, nudge):
             causes.setdefault(i, "rounding decides it, on one device as well")
         if not errors:
@@ -252,19 +252,16 @@ def certify(
                 some_zero.undecided(worse, differences, nudge)
                 for i, cause in some_zero.causes(differences).items():
                     if i not in causes and np.isfinite(differences[i][2]).all():
-                        found[i], causes[i] = (
-                            worse[i],
-                            f"where gradients are zero, {cause}",
-                        )
+                        found[i] = worse[i]
+                        causes[i] = f"where gradients are zero, {cause}"
             differences = {}
         for i in differences.keys() - causes.keys():
             causes[i] = "only in the parameters' dtypes: a cast, or a narrow sum"
         errors.append(found)
     rows = tuple(
         CertificateRow(leaf.name, of_leaf, causes.get(i, ""), compared[i])
-        for i, (leaf, of_leaf) in enumerate(
-            zip(leaves, zip(*errors, strict=True), strict=True)
-        )
+        for i, leaf in enumerate(leaves)
+        for of_leaf in [tuple(found[i] for found in errors)]
     )
     devices = mesh.size if isinstance(mesh, Mesh) else running.size
     words = " × ".join(f"{size} {name}" for name, size in running.shape.items())
@@ -295,22 +292,16 @@ def _leaves(params: PyTree, axes_of: Mapping[Any, MatrixAxes]) -> Iterator[_Leaf
 
 def _with_zeros(
     grads: Sequence[Array], leaves: Sequence[_Leaf], mesh: Mesh
-) -> Iterator[list[Array]]:
-    """Gradients without the rows of one device, and without a matrix of each leaf."""
-    for rows in (True, False):
-        result = []
-        for x, leaf in zip(grads, leaves, strict=True):
-            names = typed_sharding.axes_of(leaf.spec, x.ndim)
-            axis = next((i for i, entry in enumerate(names) if entry), 0)
-            zero = [0 if i in leaf.axes.batch else slice(None) for i in range(x.ndim)]
-            if rows and x.ndim:
-                shards = math.prod(mesh.shape[name] for name in names[axis])
-                zero = [slice(None)] * x.ndim
-                zero[axis] = slice(x.shape[axis] // max(2, shards))
-            result.append(x.copy())
-            if rows or x.ndim > 1:
-                result[-1][tuple(zero)] = 0
-        yield result
+) -> tuple[list[Array], list[Array]]:
+    """Gradients without the entries of a device, and without a matrix of each leaf."""
+    shards, matrices = [x.copy() for x in grads], [x.copy() for x in grads]
+    for shard, matrix, leaf in zip(shards, matrices, leaves, strict=True):
+        places = NamedSharding(mesh, leaf.spec).devices_indices_map(leaf.shape)
+        shard[next(iter(places.values()))] = 0
+        if matrix.ndim > 1:
+            batch = leaf.axes.batch
+            matrix[tuple(0 if i in batch else np.s_[:] for i in range(matrix.ndim))] = 0
+    return shards, matrices
 
 
 def _of_program(
@@ -462,10 +453,11 @@ class _Comparison(NamedTuple):
                     if step == now:
                         off, axes = abs(_wide(found[i]) - one), self.leaves[i].axes
                         noise[i] = max(noise[i], _relative(off, one, axes))
-        for i, limit in ((i, _MARGIN * error) for i, error in noise.items()):
+        limits = {i: _MARGIN * error for i, error in noise.items()}
+        for i, limit in limits.items():
             if errors[i] <= limit or limit >= 1:
                 del differences[i]
-        return [i for i, error in noise.items() if _MARGIN * error >= 1]
+        return [i for i, limit in limits.items() if limit >= 1]
 
     def causes(self, differences: _Differences) -> dict[int, str]:
         """The likely cause of each difference."""

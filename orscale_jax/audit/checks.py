@@ -61,10 +61,9 @@ class Checks:
         # By path, the keys above it, and the lengths that the outputs of a layer may fit:
         # sides of matrices, and widths.
         self.above = {path: keys_on(path)[:-1] for path in leaf_of}
+        heads = {x for x in leaf_of if class_of[x] == "head" or why_of[x] == OUTPUT}
         self.sides = {
-            path: shape
-            if class_of[path] == "head" or why_of[path] == OUTPUT
-            else shape[-1:]
+            path: shape if path in heads else shape[-1:]
             for path, shape in self.shapes.items()
         } | {
             path: self._channels(path, *axes.matrix_shape(leaf_of[path]))
@@ -140,12 +139,9 @@ class Checks:
 
     def _channels(self, path: Any, m: int, n: int) -> tuple[int, int]:
         """Rows and columns, without the window of a convolution of 2 or 3 axes."""
-        shape, axes = self.shapes[path], self.axes[path]
-        rows, columns = ([shape[axis] for axis in x] for x in (axes.rows, axes.columns))
-        window, other = (
-            math.prod(x) // max(1, *x) if len(x) > 2 else 1 for x in (rows, columns)
-        )
-        return m // max(1, window), n // max(1, other)
+        rows = [self.shapes[path][axis] for axis in self.axes[path].rows]
+        window = math.prod(rows) // max(1, *rows) if len(rows) > 2 else 1
+        return m // max(1, window), n
 
     def _is_twice_as_wide(self, path: Any, row: ParameterRow) -> bool:
         """Whether a projection up makes two numbers for each that its down one takes."""
@@ -180,10 +176,7 @@ class Checks:
         return row.matrices == 1 and flattened and not fits
 
     def _beside(self, path: Any, depth: int = 1) -> Iterator[Any]:
-        """The paths of the parameters in the module around that of a leaf, but its own.
-
-        ``depth`` counts the modules around it.
-        """
+        """The paths of the parameters in a module around that of a leaf, but its own."""
         module = self.modules[path]
         for other in self.below[module[:-depth]]:
             if self.modules[other][: len(module)] != module:

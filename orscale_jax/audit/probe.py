@@ -79,9 +79,8 @@ def first_updates(
         parts = 1 if axes is None else len(axes.labels)
         kinds = ["other"] * parts
         first = moved.get(path, (None, 0.0))[0]
-        drifts = path in low_bits and (
-            first is None or bool(_is_rounded(weight_of[path], first))
-        )
+        moves = first is not None and not _is_rounded(weight_of[path], first)
+        drifts = path in low_bits and not moves
         if step is None:
             kinds = kinds if path in usual else ["none"] * parts
         elif path not in thin or again.get(path, (None, 0))[1] > rms / 4:
@@ -174,12 +173,13 @@ def runnable(optimizer: Any, grads: PyTree, state: Any, params: PyTree) -> Any:
         extra = {"value": value, "grad": grads, "value_fn": value_fn}
         return optimizer.update(grads, state, params, **extra)
 
-    # JAX would keep the trace of optimizer.update itself, and use it in the user's step.
-    def as_it_is(grads: PyTree, state: Any, params: PyTree) -> Any:
-        return optimizer.update(grads, state, params)
-
     errors = []
-    for update in (as_it_is, with_loss, lambda g, s, _: optimizer.update(g, s)):
+    # Of optimizer.update itself, JAX would keep the trace for the user's step.
+    whole, without = (
+        lambda *x: optimizer.update(*x),
+        lambda g, s, _: optimizer.update(g, s),
+    )
+    for update in (whole, with_loss, without):
         try:
             jax.eval_shape(update, grads, state, params)
             return update

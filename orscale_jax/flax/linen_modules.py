@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen
@@ -43,8 +44,7 @@ class _Traced(meta.AxisMetadata[Any]):
     # A model may read the variables of a module that it has called, to tie its head.
 
     def __jax_array__(self) -> jax.Array:
-        array: jax.Array = meta.unbox(self.value)
-        return array
+        return jnp.asarray(meta.unbox(self.value))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

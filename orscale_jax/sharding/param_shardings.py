@@ -28,10 +28,8 @@ ParamShardings: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 _Key: TypeAlias = tuple[Path, tuple[int, ...], tuple[tuple[str, int], ...] | None]
 
 
-_Placed: TypeAlias = dict[_Key, list[PartitionSpec]]
-_Typed: TypeAlias = dict[_Key, PartitionSpec]
-# What an optimizer has known before it learned more.
-_learned: TraceLog[tuple["ParamSpecs", _Placed, _Typed]] = TraceLog("learned")
+# Of optimizers that learn: what they knew before.
+_learned: TraceLog[tuple["ParamSpecs", Any, Any]] = TraceLog("learned")
 
 
 @contextlib.contextmanager
@@ -62,8 +60,8 @@ class ParamSpecs:
             validate.refuse("param_shardings", param_shardings, "pass a mesh as mesh=")
         self._given = param_shardings
         # The specs that init has seen, the last one last: of arrays, and of types.
-        self._placed: _Placed = {}
-        self._typed: _Typed = {}
+        self._placed: dict[_Key, list[PartitionSpec]] = {}
+        self._typed: dict[_Key, PartitionSpec] = {}
 
     def learn(self, params: PyTree) -> None:
         """Keep the shardings of parameters, boxed or bare, that ``init`` sees."""
@@ -91,18 +89,12 @@ class ParamSpecs:
                     self._placed[key] = [*others, spec]
 
     def given(self, tree: PyTree, mesh: AbstractMesh | None) -> list[Any] | None:
-        """The specs of the argument, if there is one, for the leaves of a bare tree.
-
-        A mesh has to fit them.
-        """
-        param_shardings = self._given
-        if param_shardings is None:
+        """The specs of the leaves by the argument, if there is one; a mesh fits them."""
+        if (given := self._given) is None:
             return None
-        if is_function(
-            param_shardings, lambda x: _says_sharding(x) or hasattr(x, "sharding")
-        ):
-            param_shardings = param_shardings(tree)
-        return jax.tree.leaves(_given_specs(param_shardings, tree, mesh))
+        if is_function(given, lambda x: _says_sharding(x) or hasattr(x, "sharding")):
+            given = given(tree)
+        return jax.tree.leaves(_given_specs(given, tree, mesh))
 
     def on(self, mesh: AbstractMesh, tree: PyTree) -> list[PartitionSpec | None]:
         """The specs of the leaves of a bare tree on a mesh; None where nobody says it."""
