@@ -401,10 +401,8 @@ def check_state(
     stored: dict[Path, Any] = {}
     for node in nodes_of(bare, CalibratedTrustRatioState):
         # Where W was zero, c is zero, and the norm grows fast at first.
-        norms = jax.tree.map(
-            lambda c, x: jnp.where(c > 0, x, 0), node.calibration, node.weight_norm
-        )
-        stored |= by_name(norms)
+        numbers = jax.device_get((node.calibration, node.weight_norm))
+        stored |= by_name(jax.tree.map(lambda c, x: np.where(c > 0, x, 0), *numbers))
     for node in nodes_of(bare, InitialNormState):
         stored |= by_name(node.initial_norm)
     changes = list[Any]()
