@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from orscale_jax import validate
 from orscale_jax.family.sphere import InitialNormState
+from orscale_jax.sharding import param_shardings, typed_sharding
 from orscale_jax.transforms import momentum as int8_blocks, orthogonalize
 from orscale_jax.transforms.momentum import TRACE, TRACE_SCALE
 from orscale_jax.transforms.trust_ratio import NUMBERS, CalibratedTrustRatioState
@@ -101,6 +102,7 @@ class _Conversion:
     old: _OldState
     new: _OldState
     shapes: dict[Path, tuple[int, ...]]
+    norms: dict[Path, jax.Array]  # Of the matrices of each parameter.
     momentum: Any
     nesterov: bool
     allow_new: bool
@@ -112,6 +114,12 @@ class _Conversion:
         resized = self.old.shapes(owner, TRACE, "mu") - {of_param}
         if old is None or (shape != of_param and (resized or np.shape(old) != shape)):
             return entry.array  # What was kept of other matrices starts over, too.
+        if entry.field in NUMBERS and (now := self.norms.get(owner or ())) is not None:
+            then = self.old.array("weight_norm", entry)
+            pairs = (jnp.linalg.norm(now), jnp.linalg.norm(then)), (now, then)
+            whole, each = ((abs(x - y) <= _CHANGED * y).all() for x, y in pairs)
+            # The weights are those of the state, but they form other matrices.
+            return jnp.where(whole & ~each, entry.array, old).astype(entry.array.dtype)
         if np.shape(old) != shape:
             if not self.allow_new:
                 raise ValueError(
@@ -124,7 +132,9 @@ class _Conversion:
             if len(shape) != np.ndim(old) or sum(a != b for a, b in lengths) != 1:
                 return entry.array
             both = tuple(map(slice, map(min, lengths)))
-            old = entry.array.at[both].set(jnp.asarray(old, entry.array.dtype)[both])
+            new, kept = map(typed_sharding.gather, map(jnp.asarray, (entry.array, old)))
+            new = new.at[both].set(kept.astype(new.dtype)[both])
+            old = typed_sharding.shard_like(new, entry.array)
         # A copy, so that a donated step does not delete the arrays of the old state.
         return jnp.array(old, jnp.result_type(entry.array), copy=True)
 
@@ -146,14 +156,13 @@ class _Conversion:
         if old.has(owner, field):
             return old.array(field, entry)
         if field == "mu" and not self.new.has(owner, "nu") and old.has(owner, TRACE):
-            return old.array(TRACE, entry) / self._sum_of_average(entry, muon=True)
+            return old.array(TRACE, entry) / self._sum_of_average(entry, self.new)
         if field == TRACE and old.has(owner, "mu"):
             average = jnp.asarray(old.array("mu", entry), jnp.result_type(initial))
-            muon = not old.has(owner, "nu")
-            return self._sum_of_average(entry, muon) * average
+            return self._sum_of_average(entry, old) * average
         return None
 
-    def _sum_of_average(self, entry: StateArray, muon: bool) -> Any:
+    def _sum_of_average(self, entry: StateArray, averages: _OldState) -> Any:
         """The factor that makes M of an average of gradients: the next Q is the same."""
         if (mu := self.momentum) is None:
             raise ValueError(
@@ -162,6 +171,9 @@ class _Conversion:
                 "(0.95 by default; not AdamW's b1)."
             )
         factor = 1 / (1 - mu)
+        # The corrections of Optax's Muon; Lion and AdamW have others, or none.
+        average, *_ = averages.of_params["mu", entry.owner or ()]
+        muon = (*average.place[:-1], "ns_coeffs") in averages.others
         if muon and self.nesterov and self.old.steps:
             age = self.old.age("mu", entry.owner)
             t = self._step() if age is None else age
@@ -214,12 +226,11 @@ def convert_state(
 
     Each of the two optimizers may be :func:`orscale`, :func:`muon`, one of the family,
     :func:`optax.contrib.muon` or :func:`optax.adamw`, in any of Optax's wrappers
-    (``chain``, ``partition``, ``MultiSteps``). The old optimizer may also be SGD. A state
-    without a first moment of the gradients, as with :func:`optax.rmsprop` and
+    (``chain``, ``partition``, ``MultiSteps``). The old optimizer may also be SGD or Lion.
+    A state without a first moment of the gradients, as with :func:`optax.rmsprop` and
     :func:`optax.novograd`, is refused. Do not convert the states of :func:`optax.lars`,
-    :func:`optax.lion`, :func:`optax.adamax`, :func:`optax.adabelief` and
-    :func:`optax.contrib.adopt`. They look like states of SGD and AdamW, but their moments
-    are other quantities.
+    :func:`optax.adamax`, :func:`optax.adabelief` and :func:`optax.contrib.adopt`. They
+    look like states of SGD and AdamW, but their moments are other quantities.
 
     Arrays that both states hold for a parameter under the same name are kept: momentum,
     AdamW's moments, c and r. Arrays of wrappers at the same place in both states are kept
@@ -232,14 +243,16 @@ def convert_state(
 
     A leaf may hold other matrices than before, such as a matrix for each head or parts of
     a fused projection. Its momentum is kept, and the numbers of each matrix, such as c,
-    start over.
+    start over. If there are as many matrices as before, such as with another ``stride``,
+    the numbers start over if the norm of a matrix differs by more than a quarter from the
+    stored one, and that of the leaf does not.
 
     The momentum of :func:`optax.contrib.muon` is an average, :math:`(1 - \mu)` times the
     sum M of this library. The two terms of its Nesterov momentum have different bias
     corrections, whose difference vanishes as :math:`\mu^t`. M is scaled so that the next
     Q is the same. Later Q differ by less than :math:`\mu^t`, or not at all without
-    ``nesterov``. AdamW's first moment is an average with another decay rate, so an M made
-    from this moment is an estimate.
+    ``nesterov``. The first moments of AdamW and Lion are averages with other decay rates,
+    so an M made from them is an estimate.
 
     Args:
       state: The state of the old optimizer, or its ``flax.nnx.Optimizer``. It may also be
@@ -296,7 +309,8 @@ def convert_state(
     validate.flag("nesterov", nesterov)
     # A new state begins with numbers from the host, as that of optimizer.init does.
     with jax.transfer_guard_host_to_device("allow"):
-        new = transformation.init(params)
+        with orthogonalize.initialized.open() as traced:
+            new = transformation.init(params)
         bare, bare_params = unbox(new), unbox(params)
         if isinstance(bare_params, optax.LookaheadParams):
             bare_params = bare_params.fast  # Of which the state is.
@@ -318,8 +332,9 @@ def convert_state(
         decoded = _decoded(wanted)
         leaves = jax.tree.leaves_with_path(bare_params)
         shapes = {names_on(path): np.shape(leaf) for path, leaf in leaves}
+        norms = _norms(traced, bare_params)
         conversion = _Conversion(
-            old, _OldState(decoded), shapes, momentum, nesterov, allow_new
+            old, _OldState(decoded), shapes, norms, momentum, nesterov, allow_new
         )
         _refuse_unfit(conversion)
         arrays = {entry[:2]: conversion.array(entry) for entry in decoded}
@@ -338,6 +353,7 @@ def convert_state(
         return rebox(jax.tree.unflatten(jax.tree.structure(bare), converted), new)
 
 
+@param_shardings.audit()
 def check_state(
     state: optax.OptState, optimizer: optax.GradientTransformation, params: PyTree
 ) -> None:
@@ -368,7 +384,7 @@ def check_state(
     optimizer = getattr(optimizer, "tx", optimizer)
     validate.transformation("optimizer", optimizer)
     with orthogonalize.initialized.open() as polar:
-        # A new function, so that it is traced.
+        # A new function, so that it is traced, here and when init is called.
         wanted = jax.eval_shape(lambda params: optimizer.init(params), params)
     bare, weights = unbox((state, params))
     require_state(bare, unbox(wanted), weights)
@@ -382,26 +398,36 @@ def check_state(
                 f"{entry.field} of parameter {entry.name} is not finite in the restored "
                 "state: restore an earlier checkpoint."
             )
-    norms_of: dict[Path, Any] = {}
+    stored: dict[Path, Any] = {}
     for node in nodes_of(bare, CalibratedTrustRatioState):
-        norms_of |= by_name(node.weight_norm)
+        # Where W was zero, c is zero, and the norm grows fast at first.
+        numbers = jax.device_get((node.calibration, node.weight_norm))
+        stored |= by_name(jax.tree.map(lambda c, x: np.where(c > 0, x, 0), *numbers))
     for node in nodes_of(bare, InitialNormState):
-        norms_of |= by_name(node.initial_norm)
-    leaf_of, changes = by_name(weights), list[Any]()
-    for matrices, _ in polar:
-        for path, axes in zip(matrices.paths, matrices.of_leaves, strict=True):
-            then, leaf = norms_of.get(names_on(path)), leaf_of[names_on(path)]
-            # Of an init in jax.vmap, the axes are those of one of several models.
-            if then is not None and axes.batch_shape(leaf) == np.shape(then):
-                now, then = map(np.ravel, jax.device_get((axes.norms(leaf), then)))
-                changes += [*(abs(now - then)[then > 0] / then[then > 0])]
-    # Matrices that were zero, such as half of LoRA's, grow fast at first.
+        stored |= by_name(node.initial_norm)
+    changes = list[Any]()
+    for name, norms in _norms(polar, weights).items():
+        if name in stored:
+            now, then = map(np.ravel, jax.device_get((norms, stored[name])))
+            changes += [*(abs(now - then)[then > 0] / then[then > 0])]
     if changes and np.quantile(changes, 0.25, method="lower") > _CHANGED:
         raise ValueError(
             "the state is that of another model: the norms of most matrices in it differ "
             f"by more than {_CHANGED:.0%} from the parameters' norms. Restore both from "
             "one checkpoint."
         )
+
+
+def _norms(traced: Iterable[Any], params: PyTree) -> dict[Path, jax.Array]:
+    """The norms of the matrices of each parameter, by a trace of ``init``."""
+    leaf_of = by_name(params)
+    return {
+        names_on(path): axes.norms(jnp.asarray(leaf))
+        for matrices, _ in traced
+        for path, axes in zip(matrices.paths, matrices.of_leaves, strict=True)
+        # Of an init in jax.vmap, the axes are those of one of several models.
+        if np.ndim(leaf := leaf_of[names_on(path)]) == len(axes.batch + axes.matrix)
+    }
 
 
 def _is_variable(node: Any) -> bool:
@@ -470,6 +496,18 @@ def _refuse_unfit(conversion: _Conversion) -> None:
             f"{subject(unknown)} in the old state without a first moment that could "
             "become the momentum: it is not the state of SGD with momentum, Muon or "
             "AdamW. Start over with optimizer.init(params)."
+        )
+    averaged = [
+        owner
+        for owner in new.owners
+        if new.has(owner, "ema") and not new.has(owner, TRACE, "mu")
+        if old.has(owner, TRACE, "mu")
+    ]
+    if averaged and not conversion.allow_new:
+        raise ValueError(
+            f"{subject(averaged)} given to optax.ema, which does not tell whether it "
+            "averages gradients. Keep their momentum in optax.trace, or pass "
+            "allow_new=True to start over there."
         )
     for place, array in new.others.items():
         entry = StateArray(place, None, array)

@@ -24,6 +24,7 @@ from orscale_jax.parameters.module_types import (
 )
 from orscale_jax.parameters.path_rules import Rules
 from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.names import by_name
 
 
 def dimension_numbers(
@@ -77,6 +78,8 @@ def dimension_numbers(
       https://docs.kidger.site/equinox/api/nn/linear/
     """
     every_rule = {**RULES, **(rules or {})}
+    if args or kwargs:  # BatchNorm would average over a named axis of jax.vmap.
+        model = eqx.nn.inference_mode(model)
     return of_module_tree(model, eqx.Module, (args, kwargs), every_rule, overrides)
 
 
@@ -102,6 +105,14 @@ def _cell(gates: int) -> Rule:
     }
 
 
+def _shared(module: eqx.nn.Shared) -> Mapping[str, Declared]:
+    """An embedding's table takes AdamW, in whichever of its owners it is kept."""
+    owners = by_name(module(), lambda node: isinstance(node, eqx.nn.Embedding)).values()
+    tables = {id(node.weight) for node in owners if isinstance(node, eqx.nn.Embedding)}
+    kept = by_name(module.pytree).items()
+    return {".".join(("pytree", *at)): None for at, x in kept if id(x) in tables}
+
+
 _NORM = adamw_only("weight", "bias")
 
 RULES: ModuleRules = {
@@ -117,5 +128,6 @@ RULES: ModuleRules = {
     eqx.nn.BatchNorm: _NORM,
     eqx.nn.WeightNorm: adamw_only("g"),
     eqx.nn.PReLU: adamw_only("negative_slope"),
+    eqx.nn.Shared: _shared,
     eqx.nn.StateIndex: adamw_only("init"),  # Without eqx.nn.make_with_state.
 }

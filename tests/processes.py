@@ -5,6 +5,7 @@
 
 import pathlib
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -162,6 +163,19 @@ def run_layout(folder, layout, kind):
     (folder / f"{layout}.{jax.process_index()}").write_text(program.as_text())
 
 
+def audited(folder, index):
+    """A step of an optimizer that the first process alone has audited."""
+    params = made(0, placed("8"))
+    optimizer = orscale(1e-2, weight_dimension_numbers=NUMBERS)
+    if index == 0:
+        describe(params, optimizer)
+    state = jax.jit(optimizer.init)(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # That the shardings are not known.
+        step = jax.jit(optimizer.update).lower(params, state, params)
+    (folder / f"audited.{index}").write_text(step.as_text())
+
+
 def main(folder, port, index, kind):
     jax.config.update("jax_num_cpu_devices", DEVICES)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -180,6 +194,7 @@ def main(folder, port, index, kind):
     save(folder / "checkpoint", run)
     write(folder, SAVED, run)
     write(folder, COMPARED, advance(program, run, range(SAVED + 1, COMPARED + 1)))
+    audited(folder, int(index))
     run_layout(folder, "within", AxisType[kind])
     run_layout(folder, "across", AxisType[kind])
     jax.distributed.shutdown()

@@ -69,9 +69,10 @@ def test_the_state_of_another_model(name):
 
 
 @pytest.mark.extended
-def test_matrices_that_were_zero():
+@pytest.mark.parametrize("a", [1, 0])
+def test_matrices_that_were_zero(a):
     """As LoRA's B: c is infinite, and the norm grows fast in the first steps."""
-    params = {"a": jnp.asarray(tree(0)["w"]), "b_up": jnp.zeros((4, 6))}
+    params = {"a": a * jnp.asarray(tree(0)["w"]), "b_up": jnp.zeros((4, 6))}
     optimizer = orscale(optax.linear_schedule(1e-3, 1e-1, 5))
     state = optimizer.init(params)
     for step in range(4):

@@ -1,6 +1,7 @@
 """Runs that continue with another optimizer."""
 
 import functools
+import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,7 +12,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
@@ -21,6 +22,7 @@ from orscale_jax import (
     muon,
     orscale,
     polar_factor,
+    state_shardings,
 )
 from tests import runs
 from tests.runs import mesh_of, readout
@@ -99,6 +101,45 @@ def test_there_and_back(steps):
     back = convert_state(ours, optax_muon(), tree(0), momentum=0.95)
     assert jax.tree.structure(back) == jax.tree.structure(state)
     assert_close(back, state, rtol=1e-6)
+
+
+# States of sums and of averages of gradients, with and without Nesterov's momentum.
+MOMENTA = {
+    "trace": optax.trace(0.95, nesterov=True), "sgd": optax.sgd(RATE, 0.95),
+    "muon": muon(RATE), "Optax's muon": optax_muon(nesterov=False),
+    "lion": optax.lion(RATE, b2=0.95), "adamw": optax.adamw(RATE, b1=0.95),
+}  # fmt: skip
+
+
+def momentum_of(state):
+    """The sum or the average of the gradients of "up"."""
+    arrays = itertools.chain(
+        *(optax.tree.get_all_with_path(state, name) for name in ("trace", "mu"))
+    )
+    return next(x["up"] for _, x in arrays if hasattr(x["up"], "shape"))
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("old", MOMENTA)
+def test_a_momentum_becomes_that_of_the_new_optimizer(old):
+    """Of one decay rate, sums and averages of the same gradients differ by a factor."""
+    state, _ = after(MOMENTA[old], 2)
+    for new, optimizer in MOMENTA.items():
+        # The average of Optax's muon without Nesterov's momentum; others have none.
+        given = {"momentum": 0.95, "nesterov": "Optax's muon" not in (old, new)}
+        found = convert_state(state, optimizer, tree(0), allow_new=True, **given)
+        wanted = momentum_of(after(optimizer, 2)[0])
+        if new == "adamw" != old:  # It has no second moment, and starts over.
+            wanted = 0 * wanted
+        assert_close(momentum_of(found), wanted)
+
+
+def test_a_momentum_is_not_lost_in_an_average_of_anything():
+    state, _ = after(optax.sgd(RATE, 0.95), 2)
+    with pytest.raises(ValueError, match=r"(?s)'up'.*optax.ema.*optax.trace.*allow_new"):
+        convert_state(state, optax.ema(0.95), tree(0))
+    convert_state(state, optax.trace(0.95), tree(0))
+    convert_state(state, optax.ema(0.95), tree(0), allow_new=True)
 
 
 @pytest.mark.extended
@@ -383,6 +424,24 @@ def test_a_vocabulary_of_another_length(options, length):
     assert readout(after, "trust_ratio")["up"] == pytest.approx(1)
 
 
+@pytest.mark.parametrize("options", [{}, {"mu_dtype": "int8"}], ids=["", "int8"])
+def test_a_longer_vocabulary_on_a_mesh(options):
+    """The axis that grows is sharded, on Explicit axes."""
+    optimizer, mesh = orscale(RATE, **options), mesh_of({"x": 8}, AxisType.Explicit)
+    old, new = (
+        runs.tree(0, shapes={"embed": (length, 8), "up": (8, 2 * length)})
+        for length in (8, 16)
+    )
+    _, _, state = runs.first_update(optimizer, old, old)
+    wanted = convert_state(state, optimizer, new, allow_new=True)
+    with jax.set_mesh(mesh):
+        old, new = (runs.placed(tree, mesh, P("x")) for tree in (old, new))
+        state = jax.device_put(state, state_shardings(optimizer, old))
+        found = convert_state(state, optimizer, new, allow_new=True)
+    assert optax.tree.get(found, "mu")["embed"].sharding.spec[0] == "x"
+    assert_close(found, wanted, rtol=0)
+
+
 def test_a_run_of_sgd_continues():
     """Without momentum all begins, with it AdamW does; schedules go on."""
     schedule = optax.constant_schedule(RATE)
@@ -607,3 +666,22 @@ def test_a_state_with_a_field_for_a_state():
         params = optax.apply_updates(params, updates)
     converted = convert_state(state, optimizer, params)
     jax.tree.map(np.testing.assert_array_equal, converted, state)
+
+
+@pytest.mark.parametrize("old", [0, 1])
+def test_numbers_of_as_many_other_matrices_start_over(old):
+    """Halves of columns and columns in turn; every second column is ten times as long."""
+    halves = [
+        BlockDimensionNumbers(0, 1, block_axis=1, blocks=2, stride=x) for x in (8, 1)
+    ]
+    params = {"w": tree(0)["up"] * jnp.array([[1.0, 10.0] * 8])}
+    of = [orscale(RATE, weight_dimension_numbers={"w": numbers}) for numbers in halves]
+    state = runs.run(of[old], params, 1, lambda _: params)[-1][1]
+    for new in (0, 1):
+        converted = jax.jit(convert_state, static_argnums=1)(state, of[new], params)
+        _, after = of[new].update(params, converted, params)
+        kept = readout(converted, "calibration")["w"]
+        wanted = readout(state, "calibration")["w"] * (new == old)
+        np.testing.assert_array_equal(kept, wanted)
+        ratios = readout(after, "raw_trust_ratio")["w"]
+        np.testing.assert_allclose(ratios, 1, rtol=0.1)

@@ -109,6 +109,54 @@ def build_stacked(*layers):
     return build(jax.random.split(KEY, layers))
 
 
+class TiedTable(eqx.Module):
+    """The array of the table is kept in the embedding, or in the output layer."""
+
+    shared: eqx.nn.Shared
+
+    def __init__(self, kept):
+        embed, up, head = jax.random.split(KEY, 3)
+        layers = (
+            eqx.nn.Embedding(9, 4, key=embed),
+            eqx.nn.Linear(4, 4, key=up),
+            eqx.nn.Linear(4, 9, use_bias=False, key=head),
+        )
+        removed = 2 - kept
+        self.shared = eqx.nn.Shared(
+            layers, lambda xs: xs[removed].weight, lambda xs: xs[kept].weight
+        )
+
+    def __call__(self, token):
+        embed, up, head = self.shared()
+        return head(up(embed(token)))
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+@pytest.mark.parametrize("args", [(), (jnp.array(3),)])
+def test_a_shared_table_takes_adamw(kept, args):
+    model = TiedTable(kept)
+    numbers = dimension_numbers(model, *args)(trained(model)).shared.pytree
+    assert (numbers[kept].weight, numbers[1].weight) == (None, MATRIX)
+
+
+class Discriminator(eqx.Module):
+    layers: list
+
+    def __init__(self):
+        up, out = eqx.nn.Linear(4, 8, key=KEY), eqx.nn.Linear(8, 1, key=KEY)
+        self.layers = [up, eqx.nn.BatchNorm(8, "batch", mode="batch"), out]
+
+    def __call__(self, x, state):
+        x, state = self.layers[1](self.layers[0](x), state)
+        return self.layers[2](x), state
+
+
+def test_a_norm_over_a_named_axis_does_not_stop_the_trace():
+    model, state = eqx.nn.make_with_state(Discriminator)()
+    numbers = dimension_numbers(model, jnp.ones(4), state)(trained(model)).layers
+    assert (numbers[0].weight, numbers[2].weight) == (MATRIX, None)
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("layers", [(3,), (2, 3)])
 def test_stacks_and_their_biases(layers):

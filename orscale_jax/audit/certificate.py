@@ -12,11 +12,12 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from orscale_jax import validate
 from orscale_jax.audit.probe import draw, runnable, running_mesh
 from orscale_jax.audit.program import flops_of, parse, runs, sent_by
 from orscale_jax.audit.state import leaves_by_path
 from orscale_jax.parameters.axes import MatrixAxes
-from orscale_jax.sharding import typed_sharding
+from orscale_jax.sharding import param_shardings, typed_sharding
 from orscale_jax.sharding.state_shardings import state_shardings
 from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.names import distinct_names, merged
@@ -27,9 +28,9 @@ Shards: TypeAlias = list[tuple[tuple[slice, ...], Array]]  # Places and values.
 Optimizer: TypeAlias = (
     optax.GradientTransformation | Callable[[Mesh], optax.GradientTransformation]
 )
-# Of each leaf that moves, two updates are compared: the second has momentum. After the
-# last leaf has begun to move, the others get fewer updates to do so.
-_UPDATES, _MORE_UPDATES, _COMPARED = 128, 4, 2
+# How many updates a leaf gets until it moves. After the last leaf has begun to move, the
+# others get few more to do so.
+_UPDATES, _MORE_UPDATES, _OF_ZEROS = 128, 4, 16
 # Rounding in float32 moves a polar factor by some 1e-4. A larger error is compared with
 # what rounding does on one device: gradients are moved there, by little in float32, where
 # some of them are then rounded to other numbers if the optimizer has a narrower dtype
@@ -58,6 +59,8 @@ class CertificateRow(NamedTuple):
     errors: tuple[float, ...]
     #: The likely cause, if a difference is more than rounding; otherwise empty.
     cause: str
+    #: The number of updates that were compared; 0 if it did not move.
+    updates: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,10 +107,13 @@ class Certificate:
         """One line."""
         wrong = sum(bool(row.cause) for row in self.rows)
         worst = max((error for row in self.rows for error in row.errors), default=0.0)
+        fewest = min((row.updates for row in self.rows if row.updates), default=0)
+        still = sum(not row.updates for row in self.rows)
         return (
             f"on {self.mesh}: {'NOT ' * bool(wrong)}the update of one device for "
             f"{f'{wrong} of' if wrong else 'all'} {len(self.rows)} parameters "
-            f"(largest relative error {worst:.1e})"
+            f"(largest relative error {worst:.1e} in {fewest} updates"
+            f"{f'; {still} did not move' * bool(still)})"
         )
 
     def __str__(self) -> str:
@@ -132,14 +138,16 @@ class Certificate:
         return "\n".join(lines)
 
 
+@param_shardings.audit()
 def assert_same_on(
-    mesh: Mesh | AbstractMesh, optimizer: Optimizer, params: PyTree
+    mesh: Mesh | AbstractMesh, optimizer: Optimizer, params: PyTree, *, steps: int = 6
 ) -> Certificate:
     """Raise an AssertionError unless the update on a mesh is that of one device.
 
     It is a line for a test. The optimizer runs on the mesh and on one device, by the same
-    random weights and gradients, until it has moved each parameter twice. The parameters
-    are compared matrix by matrix: once in float32, and again in their own dtypes.
+    random weights and gradients, until it has moved each parameter ``steps`` times. In
+    some gradients, the rows of one device are zero, or a whole matrix. The parameters are
+    compared matrix by matrix: once in float32, and again in their own dtypes.
 
     Args:
       mesh: The mesh. If its devices are not there, as on an abstract mesh, devices that
@@ -149,13 +157,15 @@ def assert_same_on(
       params: The parameters, which may be abstract; their values are not used. If they
         have a :class:`jax.sharding.NamedSharding`, its spec counts. Others are sharded
         over all axes of the mesh that divide theirs.
+      steps: How many updates of each parameter are compared. Take more than the period of
+        an optimizer that does some of its work at every n-th step only.
 
     Returns:
       The :class:`Certificate`, which also tells what the program sends.
 
     Raises:
-      AssertionError: If an update differs by more than rounding. The message has the
-        parameters, the errors, and the likely causes.
+      AssertionError: If an update differs by more than rounding, or no parameter moves.
+        The message has the parameters, the errors, and the likely causes.
       ValueError: If the optimizer does not run, or there is only one device.
 
     Example:
@@ -167,6 +177,7 @@ def assert_same_on(
       >>> certificate.looped_bytes
       0
     """
+    validate.count("steps", steps)
     params, optimizer = trained(params, optimizer), getattr(optimizer, "tx", optimizer)
 
     def placed(leaf: Any) -> Any:
@@ -183,7 +194,7 @@ def assert_same_on(
         where = NamedSharding(mesh, PartitionSpec(*entries))
         return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf), sharding=where)
 
-    certificate = certify(optimizer, jax.tree.map(placed, params), mesh, {})
+    certificate = certify(optimizer, jax.tree.map(placed, params), mesh, {}, steps)
     if not certificate.same:
         raise AssertionError(str(certificate))
     return certificate
@@ -194,6 +205,7 @@ def certify(
     params: PyTree,
     mesh: Mesh | AbstractMesh,
     axes_of: Mapping[Any, MatrixAxes],
+    steps: int = 6,
 ) -> Certificate:
     """Compare updates on a mesh with those of one device: see :func:`assert_same_on`."""
     running = running_mesh(mesh)
@@ -222,24 +234,34 @@ def certify(
         ]
         on_mesh, on_one = chain_on(running), chain_on(single)
         comparison = _Comparison(on_mesh, on_one, weights, grads, leaves)
-        found, differences = comparison.errors()
-        for i, error in comparison.noise(differences, nudge).items():
-            limit = _MARGIN * error
-            if found[i] <= limit or limit >= 1:
-                del differences[i]
-            if limit >= 1:
-                causes.setdefault(i, "rounding decides it, on one device as well")
+        found, differences, compared = comparison.errors(steps)
+        if not any(compared):
+            causes = dict.fromkeys(
+                range(len(leaves)), f"no update in {_UPDATES} moves it"
+            )
+        for i in comparison.undecided(found, differences, nudge):
+            causes.setdefault(i, "rounding decides it, on one device as well")
         if not errors:
             causes |= comparison.causes(differences)
             program, alone = on_mesh.program, on_one.program
             if isinstance(mesh, Mesh) and mesh != running:  # There to compile for only.
                 program = chain_on(mesh).compiled_like(on_mesh)
+            for zeros in _with_zeros(grads[0], leaves, running):
+                some_zero = comparison._replace(grads=[zeros])
+                worse, differences, _ = some_zero.errors(2, _OF_ZEROS)
+                some_zero.undecided(worse, differences, nudge)
+                for i, cause in some_zero.causes(differences).items():
+                    if i not in causes and np.isfinite(differences[i][2]).all():
+                        found[i] = worse[i]
+                        causes[i] = f"where gradients are zero, {cause}"
+            differences = {}
         for i in differences.keys() - causes.keys():
             causes[i] = "only in the parameters' dtypes: a cast, or a narrow sum"
         errors.append(found)
     rows = tuple(
-        CertificateRow(leaf.name, tuple(found[i] for found in errors), causes.get(i, ""))
+        CertificateRow(leaf.name, of_leaf, causes.get(i, ""), compared[i])
         for i, leaf in enumerate(leaves)
+        for of_leaf in [tuple(found[i] for found in errors)]
     )
     devices = mesh.size if isinstance(mesh, Mesh) else running.size
     words = " × ".join(f"{size} {name}" for name, size in running.shape.items())
@@ -266,6 +288,20 @@ def _leaves(params: PyTree, axes_of: Mapping[Any, MatrixAxes]) -> Iterator[_Leaf
         last_two = MatrixAxes(axes[:-2], axes[-2:-1], axes[-1:])
         matrices = axes_of.get(path, last_two)
         yield _Leaf(name, np.shape(leaf), jnp.result_type(leaf), spec, matrices)
+
+
+def _with_zeros(
+    grads: Sequence[Array], leaves: Sequence[_Leaf], mesh: Mesh
+) -> tuple[list[Array], list[Array]]:
+    """Gradients without the entries of a device, and without a matrix of each leaf."""
+    shards, matrices = [x.copy() for x in grads], [x.copy() for x in grads]
+    for shard, matrix, leaf in zip(shards, matrices, leaves, strict=True):
+        places = NamedSharding(mesh, leaf.spec).devices_indices_map(leaf.shape)
+        shard[next(iter(places.values()))] = 0
+        if matrix.ndim > 1:
+            batch = leaf.axes.batch
+            matrix[tuple(0 if i in batch else np.s_[:] for i in range(matrix.ndim))] = 0
+    return shards, matrices
 
 
 def _of_program(
@@ -368,13 +404,17 @@ class _Comparison(NamedTuple):
     grads: Sequence[Sequence[Array]]
     leaves: Sequence[_Leaf]
 
-    def errors(self) -> tuple[list[float], _Differences]:
-        """The largest error of each leaf, and the update that has it, if it is large."""
+    def errors(
+        self, steps: int, left: int = _UPDATES
+    ) -> tuple[list[float], _Differences, list[int]]:
+        """The largest error of each leaf, and the update that has it, if it is large.
+
+        Also the number of updates of each leaf that were compared.
+        """
         chains = self.on_mesh, self.on_one
         updates = (chain.updates(self.weights, self.grads) for chain in chains)
         errors, moved = [0.0] * len(self.leaves), [0] * len(self.leaves)
         differences: _Differences = {}
-        left = _UPDATES
         for step, (found, expected) in enumerate(zip(*updates, strict=True)):
             for i, leaf in enumerate(self.leaves):
                 shards = [(x.index, _wide(x.data)) for x in found[i].addressable_shards]
@@ -387,15 +427,18 @@ class _Comparison(NamedTuple):
                     differences[i] = step, shards, one
                 errors[i] = max(errors[i], error)
                 if one.any() or off.any():
-                    left = left if moved[i] else _MORE_UPDATES + 1
+                    if not moved[i]:  # At its pace.
+                        left = min(_UPDATES, _MORE_UPDATES + (step + 1) * steps)
                     moved[i] += 1
             left -= 1
-            if not left or min(moved, default=_COMPARED) >= _COMPARED:
+            if left < 1 or min(moved, default=steps) >= steps:
                 break
-        return errors, differences
+        return errors, differences, moved
 
-    def noise(self, differences: _Differences, nudge: float) -> dict[int, float]:
-        """The largest errors that slightly other gradients make on one device."""
+    def undecided(
+        self, errors: Sequence[float], differences: _Differences, nudge: float
+    ) -> list[int]:
+        """Drop the differences that rounding explains; return what it decides alone."""
         random, noise = np.random.default_rng(0), dict.fromkeys(differences, 0.0)
         steps = 1 + max((step for step, *_ in differences.values()), default=-1)
 
@@ -410,7 +453,11 @@ class _Comparison(NamedTuple):
                     if step == now:
                         off, axes = abs(_wide(found[i]) - one), self.leaves[i].axes
                         noise[i] = max(noise[i], _relative(off, one, axes))
-        return noise
+        limits = {i: _MARGIN * error for i, error in noise.items()}
+        for i, limit in limits.items():
+            if errors[i] <= limit or limit >= 1:
+                del differences[i]
+        return [i for i, limit in limits.items() if limit >= 1]
 
     def causes(self, differences: _Differences) -> dict[int, str]:
         """The likely cause of each difference."""

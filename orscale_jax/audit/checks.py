@@ -1,6 +1,7 @@
 """Reasons to look at a matrix before a run."""
 
 import collections
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -77,12 +78,16 @@ class Checks:
         self.below: dict[Path, list[Any]] = collections.defaultdict(list)
         # Embeddings that a head may have the length of, by their number of rows.
         self.vocabularies: dict[int, str] = {}
-        self.knows_output = "head" in by_name.values() or OUTPUT in why_of.values()
         # By path, the keys above it, and the lengths that the outputs of a layer may fit:
         # sides of matrices, and widths.
         self.above = {path: keys_on(path)[:-1] for path in leaf_of}
-        self.sides = {path: shape[-1:] for path, shape in self.shapes.items()} | {
-            path: axes.matrix_shape(leaf_of[path]) for path, axes in axes_of.items()
+        heads = {x for x in leaf_of if self.kinds[x] == "head" or why_of[x] == OUTPUT}
+        self.sides = {
+            path: shape if path in heads else shape[-1:]
+            for path, shape in self.shapes.items()
+        } | {
+            path: self._channels(path, *axes.matrix_shape(leaf_of[path]))
+            for path, axes in axes_of.items()
         }
         for path, module in self.modules.items():
             for depth in range(len(module)):
@@ -107,9 +112,11 @@ class Checks:
         if kind in NO_MATRIX:
             yield f"{kind}?"
         if _FUSED.search(name) or (is_up and self._is_twice_as_wide(path, row)):
-            # Blocks or a batch axis divide it, but not one that all neighbours have as
-            # well, of layers or experts.
-            beside = [self.shapes[other] for other in self._beside(path)]
+            # Blocks or a batch axis divide it, but not one that all nearest neighbours
+            # have as well, of layers or experts.
+            depths = range(1, len(self.modules[path]) + 1)
+            nearest = (list(self._beside(path, depth)) for depth in depths)
+            beside = [self.shapes[other] for other in next(filter(None, nearest), [])]
             if not axes.sizes and not any(
                 shape[axis] in _PARTS
                 and {other[axis : axis + 1] for other in beside} != {(shape[axis],)}
@@ -120,14 +127,16 @@ class Checks:
         if router:
             yield "router?"
         long = [size for size in (row.m, row.n) if size in self.vocabularies]
-        hidden = any(map(_HIDDEN.search, above)) or (
-            is_down and any(map(_ATTENTION.search, neighbours))
-        )
-        unknown = kind == OTHER and not hidden
+        out_of_attention = is_down and any(map(_ATTENTION.search, neighbours))
+        hidden = any(map(_HIDDEN.search, above)) or out_of_attention
+        attention = any(map(_ATTENTION.search, above)) or out_of_attention
+        unknown, lora = kind == OTHER and not hidden, _LORA.search(name)
         # Only near the root: deeper, "out" is an ordinary projection.
         if unknown and len(keys) <= 2 and _TABLE.search(name):
             yield "table or head?"
-        elif unknown and not long and not self.knows_output and self._ends(path, row):
+        elif not (kind in NO_MATRIX or attention or router or long or lora) and (
+            self._ends(path, row)  # Also in a module "mlp".
+        ):
             yield "output layer?"
         if unknown and long:
             yield f"as long as {self.vocabularies[long[0]]}"
@@ -141,13 +150,20 @@ class Checks:
             and any(0 in self.axes[x].batch for x in self._beside(path) if x in self.axes)
         ):
             yield "stack of vectors?"
-        longer = max(row.m, row.n) // max(1, min(row.m, row.n))
+        sides = (row.m, row.n), self._channels(path, row.m, row.n)
+        longer = min(max(x) // max(1, min(x)) for x in sides)
         heads = row.matrices > 1 and _ATTENTION.search(name)
-        expected = router or heads or kind in NO_MATRIX or _LORA.search(name)
+        expected = router or heads or kind in NO_MATRIX or lora
         if longer >= _THIN and not expected:
             yield f"{longer} times as long"
         if any(shape[axis] == 1 for axis in axes.batch):
             yield "batch of one"
+
+    def _channels(self, path: Any, m: int, n: int) -> tuple[int, int]:
+        """Rows and columns, without the window of a convolution of 2 or 3 axes."""
+        rows = [self.shapes[path][axis] for axis in self.axes[path].rows]
+        window = math.prod(rows) // max(1, *rows) if len(rows) > 2 else 1
+        return m // max(1, window), n
 
     def _is_twice_as_wide(self, path: Any, row: ParameterRow) -> bool:
         """Whether a projection up makes two numbers for each that its down one takes."""
@@ -168,7 +184,7 @@ class Checks:
 
         What is split or joined between two layers fits as a multiple.
         """
-        m, n = row.m, row.n
+        m, n = self._channels(path, row.m, row.n)
         own, others = list[tuple[int, ...]](), list[tuple[int, ...]]()
         for other, sizes in self.sides.items():
             beside = self.above[other] == self.above[path]
@@ -177,12 +193,14 @@ class Checks:
         transposed = row.why != MODULE and keys_on(path)[-1:] == ("weight",)
         if (m,) in own or (transposed and (n,) not in own):
             m, n = n, m
-        fits = any(n % size == 0 or size % n == 0 for size in lengths)
-        return row.matrices == 1 and m in lengths and not fits
+        wide = {size for size in lengths if size > max(_PARTS)}  # Not colours, say.
+        fits = any(n % size == 0 or size % n == 0 for size in wide)
+        flattened = any(m % size == 0 for size in lengths)
+        return row.matrices == 1 and flattened and not fits
 
-    def _beside(self, path: Any) -> Iterator[Any]:
-        """The paths of the parameters of the modules beside that of a leaf."""
+    def _beside(self, path: Any, depth: int = 1) -> Iterator[Any]:
+        """The paths of the parameters in a module around that of a leaf, but its own."""
         module = self.modules[path]
-        for other in self.below[module[:-1]]:
+        for other in self.below[module[:-depth]]:
             if self.modules[other][: len(module)] != module:
                 yield other

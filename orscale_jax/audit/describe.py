@@ -35,7 +35,7 @@ from orscale_jax.newton_schulz.stacks import StackKey, plan_stacks
 from orscale_jax.optimizers import muon
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import UndecidedError
-from orscale_jax.sharding import typed_sharding
+from orscale_jax.sharding import param_shardings, typed_sharding
 from orscale_jax.transforms.matrices import ADAMW, MATRIX, compute_dtype
 from orscale_jax.transforms.orthogonalize import PolarOptions
 from orscale_jax.transforms.stages import Scale
@@ -45,6 +45,7 @@ from orscale_jax.trees.checks import require_arrays
 from orscale_jax.trees.names import distinct_names
 
 
+@param_shardings.audit()
 def describe(
     params: PyTree,
     optimizer: optax.GradientTransformation | None = None,

@@ -61,7 +61,8 @@ class ParameterRow:
         axis has length 1; it may be the output layer, because no name or trace shows
         one, and no length in the rest of the model fits its outputs (pass an example
         input to the function for the library, or a rule); why it is refused; or its
-        master weights drift, because it is frozen outside of :func:`keep_master_weights`.
+        master weights drift, because something after :func:`keep_master_weights` freezes
+        it or changes its update.
         Empty if there are none.
       first_update: With ``probe=True``, what the first update that is not zero does to
         it: ``"orthogonal"``, if the singular values of each matrix are equal, as far as

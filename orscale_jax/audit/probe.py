@@ -35,7 +35,7 @@ class FirstUpdate(NamedTuple):
 
     kinds: list[str]  # Of each of its parts.
     rms: float
-    drifts: bool  # Whether its master weight moves, but not the parameter.
+    drifts: bool  # Whether its master weight moves, and the parameter not with it.
 
 
 def first_updates(
@@ -69,16 +69,19 @@ def first_updates(
     update = _update_of(optimizer, grads, weights)
     moved, low_bits = _first_moves(optimizer, update, grads, weights)
     usual = {path: rms for path, (_, rms) in moved.items()}
-    alone, moved = _first_moves(optimizer, update, grads, light)[0], {}
+    alone = _first_moves(optimizer, update, grads, light)[0]
+    weight_of = leaves_by_path(unbox(weights))
     again = _first_moves(optimizer, update, smaller_grads, light)[0] if thin else {}
     result = {}
     for path in leaves_by_path(unbox(params)):
         step, rms = alone.get(path, (None, 0.0))
         axes = axes_of.get(path)
         parts = 1 if axes is None else len(axes.labels)
-        kinds, drifts = ["other"] * parts, False
+        kinds = ["other"] * parts
+        first = moved.get(path, (None, 0.0))[0]
+        moves = first is not None and not _is_rounded(weight_of[path], first)
+        drifts = path in low_bits and not moves
         if step is None:
-            drifts = path in low_bits and path not in usual
             kinds = kinds if path in usual else ["none"] * parts
         elif path not in thin or again.get(path, (None, 0))[1] > rms / 4:
             if even_entries(step) > EVEN_ENTRIES:
@@ -171,7 +174,12 @@ def runnable(optimizer: Any, grads: PyTree, state: Any, params: PyTree) -> Any:
         return optimizer.update(grads, state, params, **extra)
 
     errors = []
-    for update in (optimizer.update, with_loss, lambda g, s, _: optimizer.update(g, s)):
+    # Of optimizer.update itself, JAX would keep the trace for the user's step.
+    whole, without = (
+        lambda *x: optimizer.update(*x),
+        lambda g, s, _: optimizer.update(g, s),
+    )
+    for update in (whole, with_loss, without):
         try:
             jax.eval_shape(update, grads, state, params)
             return update
@@ -238,6 +246,14 @@ def _possible_axes(leaf: jax.Array) -> list[MatrixAxes]:
         if () < rows < columns and (not _is_thin(leaf, axes) or _is_thin(leaf, None)):
             possible.append(axes)
     return possible
+
+
+@jax.jit
+def _is_rounded(weight: jax.Array, update: jax.Array) -> jax.Array:
+    """Whether a weight loses a part of its update, as none does with a master weight."""
+    exact = weight.astype(jnp.float32) + update.astype(jnp.float32)
+    lost = abs(exact - exact.astype(weight.dtype).astype(jnp.float32))
+    return (lost > 2**-16 * abs(exact)).any()
 
 
 @jax.jit

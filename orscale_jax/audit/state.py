@@ -76,7 +76,7 @@ class AbstractState(NamedTuple):
             stages.scaled.open() as scaled,
             decisions.open() as decided,
         ):
-            # A new function, so that it is traced.
+            # A new function, so that it is traced, here and when init is called.
             state = jax.eval_shape(lambda params: optimizer.init(params), params)
         state, bare = unbox(state), unbox(params)
         axes_of = {
@@ -136,7 +136,9 @@ def nbytes_per_device(optimizer: Any, params: PyTree) -> int | None:
     # shard, and an init through which JAX cannot propagate shardings.
     try:
         shardings = jax.tree.leaves(state_shardings(optimizer, params))
-        state = jax.tree.leaves(jax.eval_shape(optimizer.init, params))
+        state = jax.tree.leaves(
+            jax.eval_shape(lambda params: optimizer.init(params), params)
+        )
         return nbytes(
             jax.ShapeDtypeStruct(sharding.shard_shape(array.shape), array.dtype)
             for array, sharding in zip(state, shardings, strict=True)

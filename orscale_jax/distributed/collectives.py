@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from orscale_jax.distributed.mesh import DeviceGroup, MeshShape, count_devices
+from orscale_jax.sharding import typed_sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,13 @@ class ColumnGroup:
     ) -> jax.Array:
         """The sum of matrices of shape (m, n): added as they are, gathered rounded."""
         over: Any = {"axis_index_groups": self.group.index_groups(self.shards)}
-        rows = jax.lax.psum_scatter(x, self.group.axes, tiled=True, **over)
-        gathered = jax.lax.all_gather(rounded(rows), self.group.axes, tiled=True, **over)
+        if typed_sharding.mapped_axes():  # JAX 0.10 cannot map psum_scatter.
+            gathered = rounded(jax.lax.psum(x, self.group.axes, **over))
+        else:
+            rows = jax.lax.psum_scatter(x, self.group.axes, tiled=True, **over)
+            gathered = jax.lax.all_gather(
+                rounded(rows), self.group.axes, tiled=True, **over
+            )
         return self._if_active(gathered.astype(x.dtype), x)
 
     def _if_active(self, reduced: jax.Array, x: jax.Array) -> jax.Array:

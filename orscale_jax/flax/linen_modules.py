@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen
@@ -39,6 +40,16 @@ class _Traced(meta.AxisMetadata[Any]):
     def unbox(self) -> Any:
         return self.value
 
+    # A model may read the variables of a module that it has called, to tie its head.
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(meta.unbox(self.value))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.value, name)
+
     def replace_boxed(self, val: Any) -> "_Traced":
         return dataclasses.replace(self, value=meta.replace_boxed(self.value, val))
 
@@ -61,6 +72,10 @@ class _Traced(meta.AxisMetadata[Any]):
             rank=self.rank - 1,
         )
 
+
+for _operator in "getitem neg add radd sub rsub mul rmul truediv matmul rmatmul".split():
+    _name = f"__{_operator}__"
+    setattr(_Traced, _name, lambda box, *x, n=_name: getattr(box.__jax_array__(), n)(*x))
 
 # The key is of the kind that nn.WeightNorm and nn.SpectralNorm expect on their paths.
 jax.tree_util.register_pytree_with_keys(

@@ -189,7 +189,10 @@ class Arithmetic:
     def largest(self, x: jax.Array) -> jax.Array:
         """The largest absolute value of each matrix, of shape ``(..., 1, 1)``."""
         largest = largest_magnitude(x, (-2, -1), keepdims=True)
-        return self.columns.reduce(jax.lax.pmax, largest) if self.columns else largest
+        if not self.columns:
+            return largest
+        # It is only a scale, and pmax has no derivative.
+        return self.columns.reduce(jax.lax.pmax, jax.lax.stop_gradient(largest))
 
 
 def largest_magnitude(

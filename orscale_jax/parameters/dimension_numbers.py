@@ -200,7 +200,7 @@ def spread(
     if both and "params" in tree and "params" not in numbers:
         misfit += (
             ". Give the optimizer the parameters alone, variables['params'], or wrap the "
-            "numbers as they are: {'params': numbers}"
+            "tree of numbers: {'params': numbers}"
         )
     elif both and type(tree) is not dict and type(numbers) is dict:
         misfit += f". Give both as dictionaries, not as {type(tree).__name__}"

@@ -250,14 +250,16 @@ def look_up(
         why: dict[Path, str] = {}
 
         def at(entries: Any, _: Any) -> DimensionNumbers | None:
-            path = names_on(entries)
-            if path not in numbers:
+            path = own = names_on(entries)
+            if path[:1] == ("params",):  # Of all variables of Linen, or of the module's.
+                own = path if path in numbers else path[1:]
+            if own not in numbers:
                 raise ValueError(
                     f"parameter {dotted(path)!r} is no {expected} was given: give that "
                     "function the trained model, and the optimizer its parameters only."
                 )
-            why[path] = decided_by[path]
-            return numbers[path]
+            why[path] = decided_by[own]
+            return numbers[own]
 
         tree = jax.tree.map_with_path(at, params, is_leaf=is_parameter)
         note_decisions(why)

@@ -2,9 +2,10 @@
 
 A model is traced. A walk over its operations records which parameters each array is made
 of. A product still counts as the output after operations that may follow an output layer:
-a bias, a scale, softmax, a squashing function, a choice, sums and means. It no longer
-counts after any other operation: a ReLU, a gate, a norm, a sum with the input of the
-product (a residual stream), the carry of a loop.
+a bias, a scale, a mask or another function of the inputs alone, softmax, a squashing
+function, a choice, sums and means. It no longer counts after any other operation: a ReLU,
+a gate, a norm, a sum with the input of the product (a residual stream), the carry of a
+loop.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -142,8 +143,8 @@ def _kept(name: str, made: list[_Made]) -> _Made:
         if kernels:
             outer = kernels if below - _STATISTIC else frozenset()
             return _Made(True, below, kernels, outer)
-    if name in _SCALINGS:  # Masks, adjacencies and other inputs only scale.
-        streams = [m for m in streams if m.weights or m.kernels]
+    # Masks, adjacencies and other functions of the inputs alone only scale or shift.
+    streams = [m for m in streams if m.weights or m.kernels]
     weights = _union(m.weights for m in streams)
     kernels = _union(m.kernels for m in streams)
     gate = name in _SCALINGS - {"div"} and len(streams) > 1

@@ -6,9 +6,10 @@ traces it. An optimizer keeps what its ``init`` has seen for its own ``update``,
 sees bare arrays and, under ``jax.jit``, no shardings.
 """
 
+import contextlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -19,12 +20,31 @@ from orscale_jax import validate
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, annotated_spec, is_box, unbox
 from orscale_jax.trees.names import Path, name_and_shape, names_on
-from orscale_jax.trees.nodes import broadcast_prefix, is_function
+from orscale_jax.trees.nodes import TraceLog, broadcast_prefix, is_function
 
 ParamShardings: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 
 # A parameter's path and shape, and the axes of its mesh; None for that of annotations.
 _Key: TypeAlias = tuple[Path, tuple[int, ...], tuple[tuple[str, int], ...] | None]
+
+
+# Of optimizers that learn: what they knew before.
+_learned: TraceLog[tuple["ParamSpecs", Any, Any]] = TraceLog("learned")
+
+
+@contextlib.contextmanager
+def audit() -> Iterator[None]:
+    """A context at whose end optimizers forget what they have learned in it.
+
+    One process of several may audit an optimizer alone. If the optimizer knew more there,
+    the processes would compile different programs, and wait for each other forever.
+    """
+    with _learned.open() as before:
+        try:
+            yield
+        finally:
+            for specs, placed, typed in reversed(before):
+                specs._placed, specs._typed = placed, typed
 
 
 class ParamSpecs:
@@ -45,6 +65,7 @@ class ParamSpecs:
 
     def learn(self, params: PyTree) -> None:
         """Keep the shardings of parameters, boxed or bare, that ``init`` sees."""
+        _learned.note((self, self._placed.copy(), self._typed.copy()))
         nodes = jax.tree.leaves_with_path(params, is_leaf=is_box)
         nodes = [(path, node) for path, node in nodes if jax.tree.leaves(node)]
         boxes = [annotated_spec(node) for _, node in nodes if is_box(node)]
@@ -67,15 +88,18 @@ class ParamSpecs:
                     others = (x for x in self._placed.get(key, []) if x != spec)
                     self._placed[key] = [*others, spec]
 
+    def given(self, tree: PyTree, mesh: AbstractMesh | None) -> list[Any] | None:
+        """The specs of the leaves by the argument, if there is one; a mesh fits them."""
+        if (given := self._given) is None:
+            return None
+        if is_function(given, lambda x: _says_sharding(x) or hasattr(x, "sharding")):
+            given = given(tree)
+        return jax.tree.leaves(_given_specs(given, tree, mesh))
+
     def on(self, mesh: AbstractMesh, tree: PyTree) -> list[PartitionSpec | None]:
         """The specs of the leaves of a bare tree on a mesh; None where nobody says it."""
-        if self._given is not None:
-            param_shardings = self._given
-            if is_function(
-                param_shardings, lambda x: _says_sharding(x) or hasattr(x, "sharding")
-            ):
-                param_shardings = param_shardings(tree)
-            return jax.tree.leaves(_given_specs(param_shardings, tree, mesh))
+        if (given := self.given(tree, mesh)) is not None:
+            return given
         specs, unknown, otherwise = [], [], []
         for path, leaf in jax.tree.leaves_with_path(tree):
             spec = self._learned(path, leaf, mesh)
@@ -143,7 +167,7 @@ def _says_sharding(node: Any) -> bool:
     return node is None or is_box(node) or isinstance(node, NamedSharding | PartitionSpec)
 
 
-def _given_specs(prefix: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
+def _given_specs(prefix: PyTree, tree: PyTree, mesh: AbstractMesh | None) -> PyTree:
     """A spec for each leaf of a tree, from a prefix of it."""
 
     def spec_of(path: Any, leaf: Any, node: Any) -> PartitionSpec:
@@ -161,7 +185,7 @@ def _given_specs(prefix: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
                     "pass a tree of jax.sharding.NamedSharding or PartitionSpec, or of "
                     "arrays (or jax.ShapeDtypeStruct) that have shardings",
                 )
-        if misfit := _misfit(spec, np.shape(leaf), mesh):
+        if mesh is not None and (misfit := _misfit(spec, np.shape(leaf), mesh)):
             raise ValueError(
                 f"param_shardings has {spec} for parameter {name_and_shape(path, leaf)}: "
                 f"{misfit}. Pass the shardings that the parameters have."

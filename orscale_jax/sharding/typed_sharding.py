@@ -130,9 +130,13 @@ def shard_as(x: jax.Array, like: jax.Array, entries: Iterable[Any]) -> jax.Array
 def full(
     shape: Sequence[int], value: float, dtype: DTypeLike, like: jax.Array
 ) -> jax.Array:
-    """An array of one value, varying over the axes of ``shard_map`` as ``like`` does."""
+    """An array of one value, on the mesh of ``like``, varying as it does in shard_map."""
     if isinstance(like, jax.core.Tracer):
         return jax.lax.full_like(like, value, dtype, tuple(shape))
+    where = getattr(like, "sharding", None)
+    if isinstance(where, NamedSharding):
+        where = NamedSharding(where.mesh, PartitionSpec())
+        return jax.numpy.full(shape, value, dtype, device=where)
     return jax.numpy.full(shape, value, dtype)
 
 

@@ -61,9 +61,9 @@ def keep_master_weights(
     Put other transformations and wrappers inside, such as :func:`optax.chain`,
     :func:`optax.inject_hyperparams` and :func:`optax.apply_if_finite`, because an update
     that changes on its way to the parameter is wrong. :class:`optax.MultiSteps` may be
-    inside or around it. Behind a mask that freezes a parameter, its low bits drift, which
-    ``describe(..., probe=True)`` shows. Code that changes parameters by other means
-    changes only their upper halves.
+    inside or around it. Behind a mask that freezes a parameter, or a stage that changes
+    updates, master weights drift, which ``describe(..., probe=True)`` shows. Code that
+    changes parameters by other means changes only their upper halves.
 
     Args:
       inner: The whole optimizer, such as ``orscale(1e-3)`` or a chain that ends in one.

@@ -26,6 +26,7 @@ from orscale_jax.parameters.dimension_numbers import (
     require_matrices,
 )
 from orscale_jax.sharding import typed_sharding
+from orscale_jax.sharding.param_shardings import ParamSpecs
 from orscale_jax.trees.boxes import PyTree, annotated_spec, box_like, is_box, rebox, unbox
 from orscale_jax.trees.checks import (
     require_arrays,
@@ -147,26 +148,31 @@ class Matrices:
             )
         return self.tree_of(leaves)
 
-    def require_whole(self, params: PyTree) -> None:
-        """Refuse matrices of which each device has a part, as their boxes say."""
+    def require_whole(self, params: PyTree, known: ParamSpecs | None = None) -> None:
+        """Refuse matrices of which each device has a part, as boxes or arguments say."""
         mesh = jax.sharding.get_abstract_mesh()
         manual = {name for name in mesh.manual_axes if mesh.shape[name] > 1}
         if not manual:
             return
-        for path, axes, node in zip(
-            self.paths, self.of_leaves, self.leaves(params), strict=True
+        nodes = self.leaves(params)
+        given = known and known.given(self.tree_of([unbox(x) for x in nodes]), None)
+        for path, axes, node, spec in zip(
+            self.paths, self.of_leaves, nodes, given or [None] * len(nodes), strict=True
         ):
-            spec = annotated_spec(node) if is_box(node) else None
+            source = "param_shardings"
+            if spec is None:
+                source, spec = "its box", annotated_spec(node) if is_box(node) else None
             by_axis = typed_sharding.axes_of(spec or PartitionSpec(), unbox(node).ndim)
             for axis in axes.matrix:
                 if manual.intersection(by_axis[axis]):
                     raise ValueError(
                         f"parameter {name_and_shape(path, unbox(node))} is a part of its "
-                        f"matrices: its box has {by_axis[axis]} for axis {axis}, and "
+                        f"matrices: {source} has {by_axis[axis]} for axis {axis}, and "
                         f"within jax.shard_map over {sorted(manual)} each device "
                         "computes alone. Compute the gradients there, and call init and "
                         "update of the optimizer outside of it; or leave the parameter "
-                        "to AdamW, with None in weight_dimension_numbers."
+                        "to AdamW, with None in weight_dimension_numbers. If the "
+                        f"parameter is whole there, correct {source}."
                     )
 
     def scalars(self, params: PyTree, fn: Callable[..., Any], *trees: PyTree) -> PyTree:

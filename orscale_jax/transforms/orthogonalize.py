@@ -160,7 +160,7 @@ def orthogonalize_stage(
                 options.settings, steps=np.int32(DEFAULTS.steps), table=DEFAULTS.table
             )
             known = dataclasses.replace(options, settings=settings)
-        matrices.require_whole(params)
+        matrices.require_whole(params, param_specs)
         initialized.note((matrices, known))
         param_specs.learn(params)
         return optax.EmptyState()

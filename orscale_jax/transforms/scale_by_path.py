@@ -24,7 +24,9 @@ def scale_by_path(
     It has no state, and works after any optimizer of Optax:
     ``optax.chain(optax.adamw(1e-3), scale_by_path({"embed": 0.1}))``. If the update
     contains weight decay, the decay is multiplied as well. After
-    :func:`~orscale_jax.family.hyperball`, matrices no longer keep their norms.
+    :func:`~orscale_jax.family.hyperball`, matrices no longer keep their norms. Put it
+    inside of :func:`keep_master_weights`, not after it: bfloat16 parameters would no
+    longer follow their master weights.
 
     Args:
       rules: A mapping, or a sequence of pairs, from regular expressions over the paths,

@@ -79,7 +79,8 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
                 f"the gradient of parameter {quoted(path)} has dtype {dtype}, but the "
                 f"parameter has dtype {param_dtype}: pass a real gradient, of a dtype "
                 "that JAX promotes to the parameter's, and floating-point parameters of "
-                "at least 16 bits. Give others optax.set_to_zero(), by optax.partition."
+                "at least 16 bits. Keep others out of the parameters that the loss is "
+                "differentiated by and that the optimizer is given."
             )
 
     structures: list[Any] = [jax.tree.structure(tree) for tree in (params, updates)]

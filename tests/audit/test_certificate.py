@@ -17,6 +17,7 @@ from orscale_jax import (
     describe,
     keep_master_weights,
     muon,
+    polar_factor,
 )
 from orscale_jax.audit.certificate import certify
 from tests.audit import silent_faults
@@ -141,7 +142,7 @@ def test_in_the_dtypes_of_the_parameters():
         (keep_master_weights(ours), True),
         (silent_faults.OPTAX, False),
     ]:
-        certificate = assert_same_on(mesh, optimizer, params)
+        certificate = assert_same_on(mesh, optimizer, params, steps=2)
         in_float32, own = (
             max(x) for x in zip(*(x.errors for x in certificate.rows), strict=True)
         )
@@ -165,6 +166,78 @@ def test_narrow_products_of_parameters_in_float32():
     assert max(row.errors) > 1e-3
     [row] = certify(optax.chain(optimizer, broken), params, mesh, {}).rows
     assert row.cause.startswith("it is 1.3 times as large")
+
+
+def on_shards(fn):
+    """A stage whose devices see only their own rows."""
+
+    def update(updates, params):
+        specs = {"in_specs": (P("x"),) * 2, "out_specs": P("x")}
+        run = jax.shard_map(fn, **specs, check_vma=False)
+        return jax.tree.map(run, updates, params)
+
+    return optax.stateless(update)
+
+
+def some_rows(mesh):
+    where = NamedSharding(mesh, P("x"))
+    return {"w": jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=where)}
+
+
+@pytest.mark.extended
+def test_what_never_moves_is_not_certified():
+    mesh = mesh_of({"x": 4})
+    for optimizer in (
+        optax.MultiSteps(muon(1e-2), 256),
+        optax.chain(muon(1e-2), optax.set_to_zero()),
+    ):
+        with pytest.raises(AssertionError, match="no update in 128 moves it"):
+            assert_same_on(mesh, optimizer, some_rows(mesh))
+    # Beside a parameter that moves, one may be frozen.
+    params = some_rows(mesh) | {"b": jnp.zeros(4)}
+    frozen = optax.transforms.freeze({"w": False, "b": True})
+    certificate = assert_same_on(mesh, optax.chain(muon(1e-2), frozen), params)
+    updates = {row.path: row.updates for row in certificate.rows}
+    assert updates["b"] == 0 and updates["w"] >= 6
+    assert f"in {updates['w']} updates; 1 did not move)" in certificate.verdict
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("steps", [3, 6])
+def test_a_fault_at_every_fifth_step(steps):
+    mesh = mesh_of({"x": 4})
+    shards = on_shards(lambda u, p: polar_factor(u))
+    whole = optax.stateless(lambda u, p: jax.tree.map(polar_factor, u))
+
+    def update(grads, count, params):
+        both = (x.update(grads, (), params)[0]["w"] for x in (shards, whole))
+        return {"w": jnp.where(count % 5 == 4, *both)}, count + 1
+
+    periodic = optax.GradientTransformation(lambda _: jnp.zeros((), int), update)
+    if steps == 3:
+        certificate = assert_same_on(mesh, periodic, some_rows(mesh), steps=3)
+        assert "in 3 updates)" in certificate.verdict
+    else:
+        with pytest.raises(AssertionError, match="each shard along x is computed alone"):
+            assert_same_on(mesh, periodic, some_rows(mesh))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_test_for_missing_gradients_by_shards(whole, momentum):
+    """Decay where there is a gradient: of the matrix, or of a device's rows."""
+    mesh = mesh_of({"x": 4})
+    matrices = optax.stateless(
+        lambda u, p: jax.tree.map(lambda u, p: u + 0.1 * p * jnp.any(u != 0), u, p)
+    )
+    shards = on_shards(lambda u, p: u + 0.1 * p * jnp.any(u != 0))
+    optimizer = optax.chain(optax.trace(momentum), matrices if whole else shards)
+    if whole:
+        assert_same_on(mesh, optimizer, some_rows(mesh))
+    else:
+        with pytest.raises(AssertionError, match="where gradients are zero, "):
+            assert_same_on(mesh, optimizer, some_rows(mesh))
 
 
 @pytest.mark.extended

@@ -123,6 +123,11 @@ MLP = {"one.kernel": (8, 12), "two.kernel": (12, 20), "readout.kernel": (20, 7)}
 BIASES = {"one.bias": (12,), "two.bias": (20,), "readout.bias": (7,)}
 OUTPUT = {"readout.kernel": "output layer?"}
 TORCH = {"one.weight": (12, 8), "two.weight": (20, 12), "readout.weight": (7, 20)}
+BOARD = {"one.w": (3, 3, 2, 16), "two.w": (3, 3, 16, 16), "three.w": (1, 1, 16, 2)}
+BOARD |= {"policy.w": (50, 9), "policy.b": (9,)}
+CONVOLUTIONS = {"one|two|three": Dims((0, 1, 2), 3)}
+VIT = {"blocks.0.linear1.weight": (64, 16), "blocks.0.linear2.weight": (16, 64)}
+VIT |= {"mlp.layers.0.weight": (16,), "mlp.layers.1.weight": (10, 16)}
 STACKED = {"layers.qkv.kernel": (3, 8, 24), "layers.norm.scale": (3, 8)}
 AXES = {"attn.c_attn.weight_MxN": (3, 24, 8), "attn.c_proj.weight_MxN": (3, 8, 8)}
 SHORT = {"a": (8, 99), "b": (1, 8), "c": (8, 12)}
@@ -140,6 +145,15 @@ SHORT = {"a": (8, 99), "b": (1, 8), "c": (8, 12)}
         (STACKED, LAYERS, {"layers.qkv.kernel": "fused?"}),
         (STACKED | {"layers.norm.scale": (8,)}, LAYERS, {}),
         (AXES, {"weight": Dims(2, 1)}, {"attn.c_attn.weight_MxN": "fused?"}),
+        *(
+            # Of which nothing is beside the array itself, as in midGPT.
+            (
+                {"attn.qkv.own_w": (layers, 8, 24), "attn.out.own_w": (layers, 8, 8)},
+                STACK,
+                {"attn.qkv.own_w": "fused?"},
+            )
+            for layers in (2, 3, 4, 6)
+        ),
         (
             {"experts.gate_up": (2, 8, 16), "experts.down": (2, 8, 8)},
             STACK,
@@ -165,7 +179,10 @@ SHORT = {"a": (8, 99), "b": (1, 8), "c": (8, 12)}
         (TORCH | BIASES, None, {"readout.weight": "output layer?"}),
         (MLP | {"three.kernel": (7, 11), "four.kernel": (11, 8)}, None, {}),
         (MLP | {"other.kernel": (40, 14), "norm.scale": (14,)}, None, {}),
-        (MLP | {"lm_head.kernel": (20, 9)}, None, {}),
+        (MLP | {"lm_head.kernel": (20, 9)}, None, OUTPUT),  # Beside a known one, too.
+        # Behind a flattened image, whose window does not count; in a module "mlp".
+        (BOARD, CONVOLUTIONS, {"policy.w": "output layer?"}),
+        (VIT, None, {"mlp.layers.1.weight": "output layer?"}),
         ({"readout.kernel": (20, 7), "other.kernel": (8, 8)}, None, {}),
         (
             MLP | {"readout.kernel": (3, 20, 7)},

@@ -1,5 +1,7 @@
 """What describe(probe=True) says of the first update, against chains that are known."""
 
+import functools
+
 import equinox as eqx
 import flax.linen as nn
 import jax
@@ -19,6 +21,7 @@ from orscale_jax import (
     orscale,
     orthogonalize,
     polar_factor,
+    scale_by_path,
 )
 from tests.runs import AUTO, EXPLICIT, mesh_of, placed, tree
 
@@ -195,6 +198,29 @@ def test_weights_that_are_frozen_behind_keep_master_weights_drift():
         found = describe(params, optimizer, probe=True).rows
         assert [row.first_update for row in found] == ["none", "orthogonal"]
         assert [row.check for row in found] == [check, ()]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "after",
+    [
+        scale_by_path({"w": 0.5}),
+        optax.masked(optax.add_decayed_weights(-1e-3), {"w": True, "x": False}),
+        optax.masked(optax.clip(1e-4), {"w": True, "x": False}),
+    ],
+)
+def test_weights_whose_updates_change_behind_keep_master_weights_drift(after):
+    """Their parameters lose a part of each update to rounding, or all of it."""
+    draw = functools.partial(jax.random.normal, jax.random.key(0), dtype=jnp.bfloat16)
+    params = {"w": draw((24, 16)), "x": draw((8, 32))}
+    for size in (1.0, 1e-4, 1e-12):
+        scaled = jax.tree.map(lambda x, size=size: x * jnp.bfloat16(size), params)
+        inside = keep_master_weights(optax.chain(muon(1e-3), after))
+        for row in describe(scaled, inside, probe=True).rows:
+            assert row.check == ()
+    outside = optax.chain(keep_master_weights(muon(1e-3)), after)
+    found = describe(params, outside, probe=True).rows
+    assert [row.check for row in found] == [("master weights drift",), ()]
 
 
 def test_what_cannot_be_probed():

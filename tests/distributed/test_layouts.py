@@ -321,3 +321,33 @@ def test_remedies_for_parts_of_matrices():
     assert_same(found, jax.device_get(step(muons, of_part, x, target)))
     found = manually(functools.partial(step, adamw, of_part), mesh, P("a"))(x, target)
     assert_same(found, step(adamw, of_part, x, target))
+
+
+@pytest.mark.parametrize("build", [functools.partial(muon, 0.02), orthogonalize])
+def test_parts_of_matrices_by_an_argument_are_refused(build):
+    """As those in boxes."""
+    mesh, x = mesh_of(SIZES), {"out": jnp.ones((8, 8)), "up": jnp.ones((16, 8))}
+
+    def updated(param_shardings, x):
+        optimizer = build(param_shardings=param_shardings)
+        return optimizer.update(x, optimizer.init(x), x)[0]
+
+    def trace(param_shardings):
+        step = functools.partial(updated, param_shardings)
+        jax.eval_shape(manually(step, mesh, P("a")), x)
+
+    specs = {"out": P(), "up": P("a")}
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    for given in (specs, placed, lambda _: specs):
+        with pytest.raises(ValueError, match=r"'up' .* is a part .* correct param_shard"):
+            trace(given)
+    for given in (None, P(), {"out": P("c"), "up": None}):
+        trace(given)
+    # Each device has whole matrices of some layers.
+    layers, whole = (
+        jnp.ones((8, 16, 8)),
+        muon(0.02, weight_dimension_numbers=Dims(1, 2), param_shardings=P("a")),
+    )
+    jax.eval_shape(
+        manually(lambda x: whole.update(x, whole.init(x), x)[0], mesh, P("a")), layers
+    )

@@ -94,6 +94,8 @@ def test_a_run_on_two_processes_goes_on_in_one(kind, tmp_path):
     assert len(programs) == 2 and programs[0] == programs[1]
     # There and back, two shapes together; the experts stay where they are.
     assert programs[0].count(" all-to-all(") == 2
+    audited = {path.read_text() for path in tmp_path.glob("audited.*")}
+    assert len(audited) == 1 and "all_to_all" in audited.pop()
     seen = {step: dict(np.load(tmp_path / f"{step}.npz")) for step in (SAVED, COMPARED)}
     for step, found in seen.items():
         assert_close(found, on_one_device()[step])

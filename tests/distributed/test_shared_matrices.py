@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
@@ -194,3 +194,39 @@ def test_bfloat16_is_added_in_float32_and_gathered_in_bfloat16():
     }
     assert "xf32>" in types["stablehlo.reduce_scatter"]
     assert "xbf16>" in types["stablehlo.all_gather"]
+
+
+def shared(kind, sizes, spec, shape):
+    """A matrix, or several, of which two devices or more share the columns."""
+    mesh, x = mesh_of(sizes, kind), jax.random.normal(jax.random.key(0), shape)
+    return mesh, x, jax.device_put(x, NamedSharding(mesh, spec))
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_a_step_has_the_derivative_of_one_device(kind):
+    mesh, x, sharded = shared(kind, {"data": 8}, P("data"), (8, 40))
+    stage = orthogonalize(param_shardings=P("data"))
+
+    def loss(x):
+        return jnp.sin(stage.update({"x": x}, ())[0]["x"]).sum()
+
+    wanted = jax.grad(loss)(x)
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.grad(loss))(sharded)
+    np.testing.assert_allclose(found, wanted, atol=3e-4 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_an_ensemble_along_an_axis_of_the_mesh(kind):
+    """Its members share their columns along another one."""
+    mesh, x, sharded = shared(
+        kind, {"member": 4, "x": 2}, P("member", None, "x"), (4, 8, 40)
+    )
+    stage = orthogonalize(param_shardings=P(None, "x"))
+
+    def q(x):
+        return stage.update({"x": x}, ())[0]["x"]
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.vmap(q, spmd_axis_name="member"))(sharded)
+    np.testing.assert_allclose(found, jax.vmap(q)(x), atol=1e-4)

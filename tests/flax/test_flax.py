@@ -735,10 +735,10 @@ def test_parameters_of_another_model():
         numbers({"mlp": {"kernel": jnp.ones((2, 3))}})
     numbers = linen_dimension_numbers(nn.Dense(3), jnp.ones((1, 2)))
     variables = {"params": {"kernel": jnp.ones((2, 3))}}
-    message = r"'params\.kernel' is no parameter of the module .* its parameters only"
+    assert numbers(variables) == {"params": {"kernel": MATRIX}}  # As e3nn trains them.
+    message = r"'cache\.kernel' is no parameter of the module .* its parameters only"
     with pytest.raises(ValueError, match=message):
-        numbers(variables)
-    assert numbers(variables["params"]) == {"kernel": MATRIX}
+        numbers(variables | {"cache": variables["params"]})
 
 
 def test_overrides_come_before_names_and_types():
@@ -843,6 +843,44 @@ def test_a_tied_table_takes_adamw(vocabulary, layer):
     assert nnx_table(Tied(vocabulary, layer)) == wanted
 
 
+class TiedLinen(nn.Module):
+    """Its head reads the variables of its embedding, as in Transformers' Flax models."""
+
+    logits: object
+    make: object = nn.initializers.normal()
+
+    @nn.compact
+    def __call__(self, tokens):
+        table = nn.Embed(11, 8, embedding_init=self.make, name="wte")
+        x = nn.Dense(8, name="layer")(table(tokens))
+        return self.logits(x, table.variables["params"]["embedding"])
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [
+        lambda x, table: nn.Dense(11, use_bias=False).apply(
+            {"params": {"kernel": table.T}}, x
+        ),
+        lambda x, table: jnp.dot(x, jnp.transpose(table)),
+        lambda x, table: (table @ x.T).T,
+        lambda x, table: x @ -table[:5].astype(x.dtype).T,
+        lambda x, table: x @ (2 * table).reshape(table.shape[0], -1).T,
+        lambda x, table: x @ (table / 2).T + 0 * (table + 1).sum(),
+        lambda x, table: x @ nn.unbox(table).T,
+    ],
+)
+def test_a_model_may_read_the_variables_of_its_modules(logits):
+    wanted = {"wte.embedding": None, "layer.kernel": MATRIX, "layer.bias": None}
+    tokens = jnp.ones(3, int)
+    assert linen_table(TiedLinen(logits), tokens) == wanted
+    boxed = nn.with_partitioning(nn.initializers.normal(), ("vocab", None))
+    model = TiedLinen(lambda x, table: logits(x, nn.unbox(table)), boxed)
+    assert linen_dimension_numbers(model, tokens)(
+        model.init(jax.random.key(0), tokens)["params"]
+    )["wte"] == {"embedding": None}
+
+
 def test_layers_that_share_a_kernel():
     a, b = (nnx.Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in ((8, 8), (8, 8)))
     b.kernel = a.kernel
@@ -886,6 +924,30 @@ def test_frozen_parameters():
 
 
 @pytest.mark.extended
+def test_labels_from_a_function_freeze_a_part_of_an_nnx_model():
+    """As docs/parameters.md freezes it; a tree of labels fits only init or update."""
+    model = Tied(11)
+
+    def labels(params):
+        return jax.tree.map_with_path(
+            lambda path, _: "frozen" if "layer" in jax.tree_util.keystr(path) else "on",
+            params,
+        )
+
+    numbers = nnx_dimension_numbers(model)
+    groups = {
+        "on": muon(1e-2, weight_dimension_numbers=numbers), "frozen": optax.set_to_zero()
+    }  # fmt: skip
+    optimizer = nnx.Optimizer(model, optax.partition(groups, labels), wrt=nnx.Param)
+    frozen, trained = (
+        jnp.copy(model.layer.kernel[...]),
+        jnp.copy(model.token.embedding[...]),
+    )
+    optimizer.update(model, nnx.state(model, nnx.Param))
+    assert jnp.array_equal(model.layer.kernel[...], frozen)
+    assert not jnp.array_equal(model.token.embedding[...], trained)
+
+
 def test_modules_behind_a_bridge_are_unresolved():
     x = jnp.ones((2, 3))
     around = nnx.bridge.ToNNX(nn.Dense(4), rngs=nnx.Rngs(0)).lazy_init(x)

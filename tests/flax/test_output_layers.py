@@ -154,6 +154,14 @@ HEADS = {
         lambda x: (y := hidden(x), nn.Dense(3)(y), nn.Dense(2)(nn.Dense(5)(y))),
         (X,), "Dense_2 Dense_3",
     ),
+    "behind a mask that is added": (  # As in JaxMARL, with a critic beside it.
+        lambda x, mask: (nn.Dense(3)(y := hidden(x)) - (1 - mask) * 1e9, nn.Dense(1)(y)),
+        (X, jnp.ones((2, 3))), "Dense_0 Dense_3",
+    ),
+    "beside a norm of the inputs": (  # As in OTT's potentials.
+        lambda x: nn.Dense(1)(hidden(x)).squeeze(-1) + jnp.square(x).sum(-1) / 2,
+        (X,), "Dense_0",
+    ),
     "wide and deep": (
         lambda x: nn.Dense(1)(x) + nn.Dense(1)(hidden(x)), (X,), "Dense_1",
     ),

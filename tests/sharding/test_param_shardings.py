@@ -15,7 +15,15 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from examples.benchmarks import hlo_cost
-from orscale_jax import BlockDimensionNumbers, orscale, orthogonalize, state_shardings
+from orscale_jax import (
+    BlockDimensionNumbers,
+    assert_same_on,
+    check_state,
+    describe,
+    orscale,
+    orthogonalize,
+    state_shardings,
+)
 from orscale_jax.sharding.param_shardings import ParamSpecs
 from tests import runs
 from tests.runs import AUTO, EXPLICIT, equations, mesh_of, numbers_of
@@ -222,6 +230,37 @@ def test_an_init_that_is_traced_tells_nothing_and_forgets_nothing():
     optimizer.init(params)
     jax.jit(lambda p: optimizer.init(p))(params)
     assert specs_of(optimizer, grads, state, params) == [P("fsdp", "tensor")]
+
+
+def check_eagerly(optimizer, params):
+    check_state(orscale(1e-2).init(params), optimizer, params)
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize(
+    "audit",
+    [
+        lambda optimizer, params: describe(params, optimizer),
+        check_eagerly,
+        lambda optimizer, params: describe(params, optimizer, probe=True),
+        lambda optimizer, params: assert_same_on(mesh_of(MESH), optimizer, params),
+    ],
+)
+def test_an_audit_teaches_an_optimizer_nothing(audit):
+    params, grads = one()
+    optimizer = orscale(1e-2)
+    audit(optimizer, params)
+    state = jax.jit(optimizer.init)(params)
+    assert specs_of(optimizer, grads, state, params) is None
+    # Nor does it keep a trace of init, in which a later init would learn nothing.
+    boxed = {"up": nn.Partitioned(params["up"], ("fsdp", "tensor"))}
+    audit(optimizer, boxed)
+    state = jax.jit(optimizer.init)(boxed)
+    bare = nn.unbox(state)
+    assert specs_of(optimizer, grads, bare, params) == [P("fsdp", "tensor")]
+    # Nor does it forget what the optimizer knew.
+    audit(optimizer, one(spec=P(None, "fsdp"))[0])
+    assert specs_of(optimizer, grads, bare, params) == [P("fsdp", "tensor")]
 
 
 def wanted_alone(name):

@@ -91,6 +91,22 @@ def test_arrays_with_and_without_the_shape_of_a_parameter(name, kind):
         assert numbers <= seen
 
 
+# An injected optimizer is made anew in each update, and remembers no shardings.
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "injected"])
+def test_an_init_outside_of_jit_leaves_only_scalars_to_be_placed(name):
+    """As midGPT restores a state: where its arrays lie, and scalars on the mesh."""
+    on, optimizer = mesh_of(MESH), OPTIMIZERS[name]
+    params = {
+        key: jnp.ones(x.shape, device=x.sharding) for key, x in abstract(on).items()
+    }
+    restored = jax.tree.map(
+        lambda x: jax.device_put(x, x.sharding if x.ndim else NamedSharding(on, P())),
+        optimizer.init(params),
+    )
+    jax.jit(optimizer.update)(params, restored, params)
+
+
 def test_leaves_without_a_named_sharding_are_everywhere():
     on = mesh_of(MESH)
     params = {"w": placed(on), "own": jnp.ones((3, 2)), "gain": 1.0}
