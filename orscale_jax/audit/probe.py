@@ -79,8 +79,9 @@ def first_updates(
         parts = 1 if axes is None else len(axes.labels)
         kinds = ["other"] * parts
         first = moved.get(path, (None, 0.0))[0]
-        moves = first is not None and not _is_rounded(weight_of[path], first)
-        drifts = path in low_bits and not moves
+        drifts = path in low_bits
+        if drifts and first is not None:
+            drifts = bool(_is_rounded(weight_of[path], first))
         if step is None:
             kinds = kinds if path in usual else ["none"] * parts
         elif path not in thin or again.get(path, (None, 0))[1] > rms / 4:
