@@ -93,7 +93,7 @@ class Arithmetic:
     @property
     def narrow(self) -> bool:
         """Whether operands are narrower than sums."""
-        return self.dtype != self.accumulator
+        return self.dtype.itemsize < 4
 
     def round(self, x: jax.Array) -> jax.Array:
         """Round to an operand of a product, and keep no wider copy.
