@@ -30,7 +30,7 @@ _DECAY = (
 )
 # The kind by the whole path, in words: the first expression that has a match decides.
 TABLE = (
-    ("embedding", r"\btokens?$|(^|\.)cls$|^(\w+\.)?shared\.weight$"),
+    ("embedding", r"\b(tokens?|latents?)$|(^|\.)cls$|^(\w+\.)?shared\.weight$"),
     ("embedding", r"\b(mask|iou|cls|class|register|prompt|query) tokens?\.weight$"),
     ("embedding", r"\brelative (position|attention) bias\b|(^|\.)positions?$"),
     (
@@ -43,7 +43,8 @@ TABLE = (
     ("bias", rf"\bbias(es)?\b(?!.*{_LAYER})[^.]*(\.b)?$|\b(gating|output) b$"),
     ("scale", rf"\b{_VECTOR}( ?\d+)?$|\blayer scale\b(?!.*\bkernel){_MODULE}"),
     ("scale", rf"\b{_SPREAD}( (w|kernel|weights?))?$|\benvelopes?(\.\d+)?\.(pi|zeta)$"),
-    ("scale", rf"\b({_DECAY})$"),
+    ("scale", rf"\b({_DECAY}|phases?|omegas?|freqs?|frequencies|angles?)$"),
+    ("scale", r"(?<!block )\bdiag( kernel)?$"),
     # The queries, keys and values of a head that pools by attention.
     (OTHER, r"\b(heads?|classifier)[. ]?\d*\.(w?(q|k|v|kv|qkv)|query|key|value)\b"),
     ("head", r"\b(logits|logitdense|unembed|output embed|embed out|head dist\b)"),

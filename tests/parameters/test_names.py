@@ -120,7 +120,7 @@ MATRICES = """
     blocks.0.sa.heads.0.key.weight attention.head_dim_proj.kernel header_w
     layers.3.attention.score.weight layers.3.mlp.output_layer.weight
     multi_head_attention.kernel layers.0.multi_head.kernel multi_head_w
-    attn.c_attn.weight_MxN MAPHead_0.query.kernel
+    attn.c_attn.weight_MxN MAPHead_0.query.kernel block_diag.kernel freqs_proj.kernel
 """.split()
 ADAMW = """
     cvf.scale envelope.pi envelope.0.sigma actor.log_std actor_logstd log_sigma
@@ -131,6 +131,7 @@ ADAMW = """
     attn.relative_position_bias_table LayerNormMLP_0.scale norm_proj.scale LMHead_0
     head.kernel tokEmb pos_embed.value to_logits.weight ln_mlp.weight
     norm.shift.weights mixer.A_log ssm.Lambda_re att.time_decay
+    resampler.latents kan.phase kan.omega rope.freqs rotations.angles dual.diag_kernel
     embedding embed_tokens.kernel tok_embeddings wte wpe.kernel Embed_0.kernel pos_embed
     position encoder.positions
     unembed lm_head head lmHead.kernel output_head.kernel logits logits_dense.kernel
