@@ -10,9 +10,10 @@ from examples.pretrain.errors import UsageError
 from examples.pretrain.meshes import make_mesh
 from examples.pretrain.setup import set_up
 from examples.pretrain.tasks import make_task
-from examples.study import prose, repeat
+from examples.study import repeat
 from examples.study.contrasts import REFERENCE, confirmed
 from examples.study.workloads import Workload, find_workload
+from examples.track0 import prose
 from tests.examples.pretrain import tiny
 
 
