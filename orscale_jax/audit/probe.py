@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -236,9 +237,15 @@ def _first_moves(
 
 
 def _possible_axes(leaf: jax.Array) -> list[MatrixAxes]:
-    """All ways to take axes for batch, rows and columns of matrices that are not thin."""
+    """The ways to take axes for batch, rows and columns of matrices that are not thin.
+
+    All of them for up to four axes. Five have 90, each of which is compiled: from there
+    on, batch, rows and columns are neighbouring axes in this order.
+    """
     possible = []
     for roles in itertools.product("bmn", repeat=leaf.ndim):
+        if leaf.ndim > 4 and not re.fullmatch("b*m+n+", "".join(roles)):
+            continue
         batch, rows, columns = (
             tuple(axis for axis in range(leaf.ndim) if roles[axis] == role)
             for role in "bmn"

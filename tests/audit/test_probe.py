@@ -23,6 +23,7 @@ from orscale_jax import (
     polar_factor,
     scale_by_path,
 )
+from orscale_jax.audit.probe import _possible_axes
 from tests.runs import AUTO, EXPLICIT, mesh_of, placed, tree
 
 SHAPES = {"w": (24, 16), "x": (8, 32), "b": (6,)}
@@ -131,6 +132,16 @@ def test_along_the_axes_of_layers_heads_and_blocks():
     # Of another optimizer, any reading of the axes will do.
     only = orthogonalize(weight_dimension_numbers={"layers": Dims(1, 2)})
     assert kinds(only, {"layers": params["layers"]}) == "layers:orthogonal"
+
+
+@pytest.mark.extended
+def test_five_axes_are_read_as_neighbours():
+    """A stack of convolutions; each way to read the axes is one program to compile."""
+    params = tree(0, shapes={"stack": (2, 2, 2, 6, 24)})
+    only = orthogonalize(weight_dimension_numbers={"stack": Dims((1, 2, 3), 4)})
+    assert kinds(only, params) == "stack:orthogonal"
+    assert kinds(optax.sgd(0.1), params) == "stack:other"
+    assert len(_possible_axes(params["stack"])) == 10
 
 
 @pytest.mark.compiled
