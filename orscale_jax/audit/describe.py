@@ -247,7 +247,8 @@ def _platform(leaves: Iterable[Any]) -> str:
         mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
         device = mesh.abstract_mesh.abstract_device if mesh is not None else None
         if device is not None:
-            platform = device.platform
+            # Devices of JAX 0.10.0 do not say it.
+            platform = getattr(device, "platform", platform)
             break
     return platform if platform in ("cpu", "tpu") else "gpu"
 

@@ -91,10 +91,14 @@ def test_on_a_mesh(kind):
     specs = {"stack": P("layers", None, "x"), "b": P("x")}
     stage = scale_by_path({"stack": np.arange(1.0, 5), "b": 0.5})
     whole = tree(0, shapes=shapes)
+    expected, _ = stage.update(whole, optax.EmptyState())
+    on_mesh = placed(whole, mesh, specs)
     with jax.set_mesh(mesh):
-        found, _ = jax.jit(stage.update)(placed(whole, mesh, specs), optax.EmptyState())
-    assert_same_bits(found, stage.update(whole, optax.EmptyState())[0])
-    assert all(found[name].sharding.spec == specs[name] for name in shapes)
+        compiled, _ = jax.jit(stage.update)(on_mesh, optax.EmptyState())
+    eager, _ = stage.update(on_mesh, optax.EmptyState())  # Without the mesh in context.
+    for found in (compiled, eager):
+        assert_same_bits(found, expected)
+        assert all(found[name].sharding.spec == specs[name] for name in shapes)
 
 
 def test_a_running_job_begins_to_use_it():
