@@ -352,13 +352,14 @@ FAULTS: dict[str, tuple[tuple[int, ...], Fault]] = {
     "checkpoint: position of another shape": (
         BOTH, lambda t: damaged(t, replace_position)),
     "checkpoint: copied under another number": (
-        ONE, lambda t: damaged(t, copy_under_another_number)),
+        BOTH, lambda t: damaged(t, copy_under_another_number)),
     "checkpoint: flipped bits, on another disk": (
         ONE, lambda t: damaged(t, flip_bits_on_another_disk)),
     "checkpoint: a weight is NaN": (BOTH, spoiled),
     "disk has nothing left": (ONE, lambda t: disk_full(t, 0)),
     "disk has a sixteenth left": (ONE, lambda t: disk_full(t, 1 / 16)),
-    "disk has nothing left later": (BOTH, lambda t: disk_full(t, 0, later=True)),
+    # Of several processes, some wait for Orbax's barriers until it gives up (300 s).
+    "disk has nothing left later": (ONE, lambda t: disk_full(t, 0, later=True)),
     "disk is read-only": (ONE, read_only),
     "data: a shard is removed": (ONE, data_removed),
     "data: a shard is rewritten while it is used": (
