@@ -40,7 +40,8 @@ def write(folder: pathlib.Path, console: Output) -> None:
     writer.writerows(every_row)
     write_atomically(folder / "metrics.csv", text.getvalue())
     shown = Table(title="Same initial weights and batches; final validation loss")
-    titles = ("optimizer", f"nats/{facts['unit']}", "accuracy", "s/step")
+    told = any(rows[-1].get("val_accuracy") for rows in metrics.values())
+    titles = ("optimizer", f"nats/{facts['unit']}", *["accuracy"] * told, "s/step")
     for title in (*titles, "reaches AdamW's loss after"):
         shown.add_column(title, justify="right" if shown.columns else "left")
     curves = {name: Curve.of(rows) for name, rows in metrics.items()}
@@ -51,7 +52,7 @@ def write(folder: pathlib.Path, console: Output) -> None:
         shown.add_row(
             OPTIMIZERS[name].label,
             f"{loss:.4f}",
-            f"{float(accuracy):.2%}" if accuracy else "",
+            *([f"{float(accuracy):.2%}" if accuracy else ""] if told else []),
             f"{float(last['seconds']) / facts['steps']:.3f}",
             curves[name].reaching(baseline) if baseline and name != BASELINE else "",
         )
