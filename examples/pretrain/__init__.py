@@ -18,7 +18,8 @@ config      the options of a run, and the values that are refused
 optimizers  every optimizer that a recipe may name
 meshes      the mesh, and the table from logical names to its axes
 loading     the examples of each batch, and which of them a process reads
-errors      what a command says, and what ends it with a message
+errors      messages instead of tracebacks
+output      what a command prints
 tasks       models, their losses and their data
 models/     the dense decoder and a mixture of experts
 loss        the cross-entropy of a language model

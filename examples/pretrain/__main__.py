@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from examples.pretrain.errors import AGAIN, Output, UsageError, exit_code_of
+from examples.pretrain.errors import AGAIN, UsageError, exit_code_of
 from examples.pretrain.meshes import make_mesh
 from examples.pretrain.operation.processes import (
     Stopped,
@@ -14,6 +14,7 @@ from examples.pretrain.operation.processes import (
     others_are_gone,
 )
 from examples.pretrain.operation.run import run
+from examples.pretrain.output import Output
 from examples.pretrain.recipes import parse
 from examples.pretrain.tasks import make_task, read_data
 

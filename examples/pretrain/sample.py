@@ -18,10 +18,11 @@ import tyro
 from flax import nnx
 
 from examples.pretrain.data import SEPARATOR
-from examples.pretrain.errors import Output, UsageError, exit_code_of
+from examples.pretrain.errors import UsageError, exit_code_of
 from examples.pretrain.operation.checkpoint import checkpoint_steps, load_model
 from examples.pretrain.operation.rundir import run_facts
 from examples.pretrain.optimizers import OPTIMIZERS
+from examples.pretrain.output import Output
 
 BYTES = 256
 

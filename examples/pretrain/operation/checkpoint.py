@@ -16,9 +16,10 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from examples.pretrain.errors import Output, RunError, UsageError
+from examples.pretrain.errors import RunError, UsageError
 from examples.pretrain.operation.processes import is_first, others_are_gone
 from examples.pretrain.operation.rundir import saved_config
+from examples.pretrain.output import Output
 from examples.pretrain.setup import Setup, State, split
 from examples.pretrain.tasks import make_task
 

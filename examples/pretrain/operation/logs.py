@@ -14,11 +14,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from examples.pretrain.config import Config
-from examples.pretrain.errors import Output, RunError
+from examples.pretrain.errors import RunError
 from examples.pretrain.operation.peaks import peak_flops
 from examples.pretrain.operation.processes import is_first
 from examples.pretrain.operation.rundir import read_csv, write_atomically
 from examples.pretrain.optimizers import OPTIMIZERS
+from examples.pretrain.output import Output
 from examples.pretrain.setup import Setup, State
 from examples.pretrain.task import Task
 from examples.pretrain.train import Interval

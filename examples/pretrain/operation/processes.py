@@ -15,7 +15,8 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from examples.pretrain.errors import AGAIN, RunError, UsageError, say
+from examples.pretrain.errors import AGAIN, RunError, UsageError
+from examples.pretrain.output import say
 
 # Seconds for which a process waits for the others: to start, and once it has failed.
 JOINING = 240

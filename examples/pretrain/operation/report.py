@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from examples.pretrain.curves import BASELINE, Curve, as_text, draw
-from examples.pretrain.errors import Output
 from examples.pretrain.operation.rundir import (
     read_csv,
     read_facts,
@@ -16,6 +15,7 @@ from examples.pretrain.operation.rundir import (
     write_atomically,
 )
 from examples.pretrain.optimizers import OPTIMIZERS
+from examples.pretrain.output import Output
 from examples.report import write_report
 from orscale_jax.diagnostics.history import FILE_NAME
 

@@ -8,7 +8,6 @@ import jax
 from jax.sharding import Mesh
 
 from examples.pretrain.config import Config, Recipe, accumulation
-from examples.pretrain.errors import Output
 from examples.pretrain.loading import Batches
 from examples.pretrain.meshes import batch_shards, in_effect
 from examples.pretrain.operation import report
@@ -17,6 +16,7 @@ from examples.pretrain.operation.logs import Logs, check_finite
 from examples.pretrain.operation.processes import StopSignal, is_first, writing
 from examples.pretrain.operation.rundir import claim, read_result, write_atomically
 from examples.pretrain.optimizers import find_optimizer, rates_and_decay
+from examples.pretrain.output import Output
 from examples.pretrain.recipes import rates_in_words
 from examples.pretrain.sample import check_prompt, show_samples
 from examples.pretrain.setup import set_up

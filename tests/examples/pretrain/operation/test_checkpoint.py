@@ -12,10 +12,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from examples.pretrain.errors import Output, RunError
+from examples.pretrain.errors import RunError
 from examples.pretrain.operation import checkpoint
 from examples.pretrain.operation.checkpoint import Checkpoints
 from examples.pretrain.operation.processes import writing
+from examples.pretrain.output import Output
 
 # Whole numbers, whose sums are exact; the kernel is large enough for a file of its own.
 STATE = {

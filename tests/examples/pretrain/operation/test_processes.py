@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from examples.pretrain.errors import AGAIN, Output, RunError, UsageError
+from examples.pretrain.errors import AGAIN, RunError, UsageError
 from examples.pretrain.operation import logs, processes, run, rundir
 from examples.pretrain.operation.processes import (
     Stopped,
@@ -27,6 +27,7 @@ from examples.pretrain.operation.processes import (
     why_not_written,
     writing,
 )
+from examples.pretrain.output import Output
 from orscale_jax.diagnostics.history import StepFile
 from tests import commands
 from tests.examples.pretrain import tiny

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from examples.pretrain import tasks
-from examples.pretrain.errors import Output
 from examples.pretrain.meshes import make_mesh
 from examples.pretrain.operation import logs, report
 from examples.pretrain.optimizers import OPTIMIZERS
+from examples.pretrain.output import Output
 from examples.pretrain.setup import learning_rates, set_up
 from examples.pretrain.tasks import make_task
 from tests.examples.pretrain import tiny
