@@ -147,7 +147,11 @@ def split(leaf: jax.Array, axis: int, count: int) -> jax.Array:
     # JAX would shard the entries of a single part, over axes of the mesh of length 1.
     if count == 1 or count % shards(leaf, axis):
         leaf = gather(leaf, (axis,))
-    return leaf.reshape(shape)
+    # JAX would move an axis of length 1 in the mesh to the second of the two.
+    entries = spec(leaf)
+    return shard_as(
+        leaf.reshape(shape), leaf, [*entries[: axis + 1], None, *entries[axis + 1 :]]
+    )
 
 
 def merge(leaf: jax.Array, axis: int) -> jax.Array:

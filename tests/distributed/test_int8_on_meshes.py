@@ -30,6 +30,7 @@ CUTS = {
     "one axis by two": ((64, 48), (4, 2), P(("a", "b")), 0, P(None, ("a", "b")), 8),
     "layers": ((3, 64, 48), (4, 2), P(None, "a", "b"), 1, P(None, None, ("b", "a")), 16),
     "nowhere to go": ((64, 6), (8,), P("a"), 0, P(None, None), 8),
+    "an axis of one": ((64, 6), (2, 1), P(("a", "b")), 0, P(("a", "b"), None), 0),
 }
 
 
