@@ -21,7 +21,7 @@ class Curve(NamedTuple):
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, str]]) -> "Curve":
-        """Of a table of metrics, in which some rows have a validation loss."""
+        """The curve of a table of metrics, in which some rows have a validation loss."""
         validated = [row for row in rows if row["val_loss"]]
         losses = np.array([float(row["val_loss"]) for row in validated])
         return cls(np.array([int(row["step"]) for row in validated]), losses)

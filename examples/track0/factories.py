@@ -24,7 +24,7 @@ from examples.pretrain.errors import UsageError
 
 PyTree = Any
 Factory = Callable[..., optax.GradientTransformation]
-# Of the parameters: dimension numbers of a matrix, None for AdamW's parameters.
+# From the parameters to a tree of dimension numbers; None for a parameter of AdamW.
 Numbers = Callable[[PyTree], PyTree]
 
 _ASKED = "(learning_rate, other_learning_rate, weight_dimension_numbers)"

@@ -14,8 +14,8 @@ from examples.track0.workloads import Workload
 
 SEARCH_SEEDS = (900, 901)
 FIRST_FRESH_SEED = 1000
-GUESS = Rates(0.016, 0.064)  # Those of `muon` in our own searches.
-# Of a workload's name, rates and seeds: for all rates, a run of each seed.
+GUESS = Rates(0.016, 0.064)  # Our own searches found these rates for `muon`.
+# From the name of a workload, rates and seeds to a run of each seed for each rate.
 Runs = Callable[[str, Sequence[Rates], Sequence[int]], list[list[Run]]]
 
 
@@ -37,7 +37,7 @@ class Cell(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """CPU time of a step."""
+        """The CPU time of a step, in seconds."""
         return min(run.seconds for run in self.runs)
 
 

@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """At the end."""
+        """The loss at the end of the run."""
         return self.losses[-1]
 
 

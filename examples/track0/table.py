@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 
     @property
     def bytes_of_state(self) -> int:
-        """Of the optimizer on the first workload."""
+        """The bytes of the optimizer's state on the first workload."""
         return Program(WORKLOADS["code"], find_factory(self.factory)).bytes_of_state
 
 
@@ -45,7 +45,7 @@ class Difference(NamedTuple):
 
     @property
     def p_value(self) -> float:
-        """Of the hypothesis that there is no difference, on both sides."""
+        """The two-sided p-value of the hypothesis that there is no difference."""
         return 2 * float(stats.t.sf(abs(self.mean) / self.error, self.degrees))
 
     def __str__(self) -> str:
