@@ -49,7 +49,7 @@ def test_readme_names_the_two_commands_near_its_top():
     readme = (ROOT / "README.md").read_text()
     assert len(readme.split()) <= 900  # A newcomer reads that much.
     top, _, _ = readme.partition("\n## ")
-    commands = re.findall(r"^make ([\w-]+)  # .*: 3 to 5 minutes", top, re.MULTILINE)
+    commands = re.findall(r"^make ([\w-]+)  # .*: 2 to 4 minutes", top, re.MULTILINE)
     assert commands == ["demo", "test"]
     makefile = (ROOT / "Makefile").read_text()
     for target in commands:
