@@ -45,8 +45,9 @@ def test_the_losses_of_the_second_study():
     """docs/data/two_rates/dense-small.csv of commit 11ff6128, arm muon_moonlight."""
     program = Program(shortened(WORKLOADS["code"], 300, 2), find_factory(MUON))
     for seed, loss in ((100, 1.99353), (101, 2.01202)):
-        # The study's steps were jitted one by one, and rounding grows in training.
-        assert abs(program.run(Rates(0.016, 0.064), seed).loss - loss) < 0.03
+        # Equal to the last digit on a like processor. With one of the ten batches of
+        # validation, the losses would be 0.02 away.
+        assert abs(program.run(Rates(0.016, 0.064), seed).loss - loss) < 0.005
 
 
 @pytest.mark.extended
