@@ -30,7 +30,7 @@ _DECAY = (
 )
 # The kind by the whole path, in words: the first expression that has a match decides.
 TABLE = (
-    ("embedding", r"\b(tokens?|latents?)$|(^|\.)cls$|^(\w+\.)?shared\.weight$"),
+    ("embedding", r"\btokens?$|(^|\.)(cls|latents)$|^(\w+\.)?shared\.weight$"),
     ("embedding", r"\b(mask|iou|cls|class|register|prompt|query) tokens?\.weight$"),
     ("embedding", r"\brelative (position|attention) bias\b|(^|\.)positions?$"),
     (

@@ -121,6 +121,7 @@ MATRICES = """
     layers.3.attention.score.weight layers.3.mlp.output_layer.weight
     multi_head_attention.kernel layers.0.multi_head.kernel multi_head_w
     attn.c_attn.weight_MxN MAPHead_0.query.kernel block_diag.kernel freqs_proj.kernel
+    attention.kv_latent
 """.split()
 ADAMW = """
     cvf.scale envelope.pi envelope.0.sigma actor.log_std actor_logstd log_sigma
