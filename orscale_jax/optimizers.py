@@ -93,7 +93,7 @@ class Arguments:
 
         If the argument is None, a 2-D leaf is a matrix, unless its names say that it is
         an embedding, an output head, a norm, a scale or a bias
-        (``docs/parameters.md`` lists the names). AdamW trains such leaves and leaves of
+        (``docs/names.md`` lists the names). AdamW trains such leaves and leaves of
         fewer axes, and leaves of more axes raise an error. A 2-D router or fused
         projection is then one matrix, and the column "check" of
         :func:`~orscale_jax.describe` flags it.
