@@ -2,6 +2,7 @@
 
 import functools
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,13 @@ import numpy as np
 import optax
 import pytest
 
-from orscale_jax import describe, muon
+from examples import track_3
+from orscale_jax import describe, muon, orthogonalize, scale_by_shape
 from tests import oracle
 from tests.test_docs import BLOCK, ROOT
 
 TEXT = (ROOT / "docs" / "recipes.md").read_text()
+TRACK_3 = Path(track_3.__file__).read_text()
 # Where matrices are as small as here, steps of 0.2 √max(m, n) may be longer.
 RATES = {"marin": 0.05, "modded_nanogpt": 0.05}
 
@@ -40,9 +43,10 @@ def built(page, name):
 
 
 def test_every_recipe_is_in_the_table():
-    """And nothing else: a recipe is a function of the rate, with a heading of its own."""
+    """And nothing else: a recipe is a function of the rate."""
     defined = re.findall(r"^def (\w+)\(rate\):", TEXT, re.M)
-    assert defined == list(table()) and len(set(defined)) == 10
+    defined += re.findall(r"^def (\w+)\(rate: Schedule\)", TRACK_3, re.M)
+    assert sorted(defined) == sorted(table()) and len(set(defined)) == 10
 
 
 @pytest.mark.parametrize("name", table())
@@ -199,13 +203,13 @@ def test_50_steps_of_track_3(page, enable_x64, monkeypatch, name, soap):
     that are not unique.
     """
     if soap is None:
-        monkeypatch.setitem(page, "soap", lambda momentum: momentum)
-    wide = functools.partial(page["orthogonalize"], ns_dtype=jnp.float64)
-    monkeypatch.setitem(page, "orthogonalize", wide)
-    monkeypatch.setitem(page, "switch", 10)
-    monkeypatch.setitem(page, "cool", lambda step, coefficient: 1.0)
-    monkeypatch.setitem(page, "mu", lambda step: 0.85 + 0.1 * jnp.float64(step) / 300)
-    optimizer = page[name](optax.constant_schedule(0.02))
+        monkeypatch.setattr(track_3, "soap", lambda momentum: momentum)
+    wide = functools.partial(orthogonalize, ns_dtype=jnp.float64)
+    monkeypatch.setattr(track_3, "orthogonalize", wide)
+    monkeypatch.setattr(track_3, "SWITCH", 10)
+    monkeypatch.setattr(track_3, "cool", lambda step, coefficient: 1.0)
+    monkeypatch.setattr(track_3, "mu", lambda step: 0.85 + 0.1 * jnp.float64(step) / 300)
+    optimizer = getattr(track_3, name)(optax.constant_schedule(0.02))
     params = jax.tree.map(lambda x: np.float64(x), page["init"](jax.random.key(0)))
 
     def noise(step):
@@ -243,7 +247,7 @@ def test_50_steps_of_track_3(page, enable_x64, monkeypatch, name, soap):
         assert np.linalg.norm(found[key] - p) < 1e-11 * np.linalg.norm(p), key
 
 
-def test_schedules_of_track_3(page):
+def test_schedules_of_track_3():
     steps = np.arange(2900)
     down = np.maximum(0.0, 2900 - steps) ** 1.2
     for coefficient, power_c, rate in (
@@ -252,34 +256,34 @@ def test_schedules_of_track_3(page):
     ):
         expected = np.minimum(rate, power_c * down)
         np.testing.assert_allclose(
-            rate * page["cool"](steps, coefficient), expected, rtol=1e-5
+            rate * track_3.cool(steps, coefficient), expected, rtol=1e-5
         )
     momentum = np.where(steps < 300, 0.85 + steps / 300 * 0.1, 0.95)
     momentum = np.where(steps > 2700, 0.95 - (steps - 2700) / 200 * 0.1, momentum)
-    np.testing.assert_allclose(page["mu"](steps), momentum, rtol=1e-6)
+    np.testing.assert_allclose(track_3.mu(steps), momentum, rtol=1e-6)
     fraction = np.minimum(0.3, 4.976805410800738e-05 * (2901.0 - steps) ** 1.2) / 0.3
     ahead = np.where((steps + 1 > 300) & (steps < 2900 - 950), 0.3 * fraction, 0.0)
-    np.testing.assert_allclose(page["ahead"](steps), ahead, rtol=1e-5)
+    np.testing.assert_allclose(track_3.ahead(steps), ahead, rtol=1e-5)
 
 
-def test_the_gate_of_track_3(page):
+def test_the_gate_of_track_3():
     rng = np.random.default_rng(0)
     raw, other, grad = rng.normal(size=(3, 6, 4))
     for step in (0, 1374, 1375, 1500, 1625, 2000):
         for white in (raw + 0.1 * other, raw + other, 3 * other - raw):
-            found = page["trust"](raw, white, grad, step)
+            found = track_3.trust(raw, white, grad, step)
             np.testing.assert_allclose(
                 found.item(), gate(raw, white, grad, step), rtol=1e-5
             )
 
 
-def test_the_polar_factor_of_track_3(page):
+def test_the_polar_factor_of_track_3():
     """The code divides by another norm, which matters to small singular values."""
     x = np.random.default_rng(0).normal(size=(12, 8))
     u, _, vt = np.linalg.svd(x, full_matrices=False)
     expected = u @ vt * (12 / 8) ** 0.5
     np.testing.assert_allclose(newton_schulz(x, gram_norm), expected, atol=1e-6)
-    stage = page["orthogonalize"](ns_steps=12, ns_coeffs=[(2.0, -1.5, 0.5)])
-    shape = page["scale_by_shape"](scale_mode="shape_scaling")
+    stage = orthogonalize(ns_steps=12, ns_coeffs=[(2.0, -1.5, 0.5)])
+    shape = scale_by_shape(scale_mode="shape_scaling")
     found, _ = optax.chain(stage, shape).update({"w": x.T}, (optax.EmptyState(),) * 2)
     np.testing.assert_allclose(found["w"].T, expected, atol=1e-5)
