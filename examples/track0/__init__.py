@@ -21,6 +21,6 @@ neuron_floor  the update of each neuron is not small beside its weights (RowFloo
 ema_nesterov  gradients ahead of the weights, around any optimizer (EMA-Nesterov)
 ============  ====================================================================
 
-The last four are methods from elsewhere (``docs/methods.md``), for kernels whose last two
+The last four are methods from elsewhere (``docs/family.md``), for kernels whose last two
 axes are inputs and outputs, on one device.
 """
