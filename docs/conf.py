@@ -39,6 +39,9 @@ copybutton_prompt_is_regexp = True
 
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
+myst_html_meta = {
+    "description": "Muon for JAX, as an Optax optimizer that you put where AdamW is now."
+}
 
 # The site builds without a network: each inventory is plain text, and has the names that
 # the pages use. It was written by the project's own docs sources on 2026-11-28.
