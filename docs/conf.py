@@ -14,6 +14,7 @@ version = release = installed_version("orscale-jax")
 extensions = [
     "links",
     "mathml",
+    "messages",
     "narrow",
     "myst_nb",
     "sphinx.ext.autodoc",

@@ -61,9 +61,8 @@ class Arguments:
 
     Args:
       learning_rate: :math:`\eta`, at least 0. A number, a traced scalar or a schedule.
-        For :func:`muon`, start with twice the rate of AdamW.
       weight_decay: :math:`\lambda`, at least 0. A number or a schedule. A step shrinks
-        the parameter by :math:`\eta \lambda`, times its trust ratio with :func:`orscale`.
+        the parameter by :math:`\eta \lambda`, times the trust ratio if there is one.
       weight_decay_mask: Which parameters decay. None: all of them. ``"matrices"``: only
         the matrices. Or a tree of booleans, a prefix of one, or a callable from the
         parameters to one.
