@@ -55,7 +55,7 @@ def test_sharded_gpt():
 
 @pytest.mark.extended
 def test_nnx_gpt():
-    losses, description = nnx_gpt.main(steps=8, width=16, layers=1)
+    losses, description = nnx_gpt.main(steps=20, width=16, layers=1)
     assert all(curve[-1] < curve[0] for curve in losses.values())
     assert losses["AdamW"][0] == losses["muon"][0]  # The same weights and batch.
     rules = {row.path: row.rule for row in description.rows}
