@@ -21,6 +21,46 @@ TRACK_3 = Path(track_3.__file__).read_text()
 RATES = {"marin": 0.05, "modded_nanogpt": 0.05}
 
 
+# A layer of attention, and a mixture in which all experts take part.
+
+
+def init(key):
+    shapes = {
+        "embed": (16, 16),
+        "attention": {
+            **dict.fromkeys(("query", "key", "value"), (16, 4, 4)),
+            "out": (4, 4, 16),
+        },
+        "router": (16, 2),
+        "experts": {"up": (2, 16, 32), "down": (2, 32, 16)},
+        "norm": (16,),
+        "lm_head": (16, 16),
+    }
+    leaves, structure = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.random.split(key, len(leaves))
+    params = [jax.random.normal(k, s) / 4 for k, s in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, params) | {"norm": jnp.ones(16)}
+
+
+def loss_fn(params, tokens):
+    x = params["embed"][tokens[:, :-1]]
+    a = params["attention"]
+    q, k, v = (jnp.einsum("bti,ihf->bthf", x, a[n]) for n in ("query", "key", "value"))
+    logits = jnp.einsum("bthf,bshf->bhts", q, k) / 2
+    mask = jnp.tril(jnp.ones_like(logits, bool))
+    weights = jax.nn.softmax(jnp.where(mask, logits, -jnp.inf))
+    x += jnp.einsum("bhts,bshf,hfo->bto", weights, v, a["out"])
+    gates = jax.nn.softmax(x @ params["router"])
+    hidden = jax.nn.relu(jnp.einsum("bti,eih->bteh", x, params["experts"]["up"]))
+    x += jnp.einsum("bte,bteh,eho->bto", gates, hidden, params["experts"]["down"])
+    x *= jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True))
+    outputs = x @ (params["norm"][:, None] * params["lm_head"])
+    log_probs = jax.nn.log_softmax(outputs)
+    picked = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)
+    largest = jnp.max(logits, axis=(0, 2, 3), where=mask, initial=-jnp.inf)
+    return -picked.mean(), {"attention": largest}  # one logit for each head
+
+
 def table():
     """The rows of the page's first table: a cell by recipe and column."""
     lines = [line for line in TEXT.split("\n## ")[1].split("\n") if line[:1] == "|"]
@@ -51,7 +91,7 @@ def test_every_recipe_is_in_the_table():
 
 @pytest.mark.parametrize("name", table())
 def test_the_table_is_what_describe_says(page, name):
-    params = jax.eval_shape(page["init"], jax.random.key(0))
+    params = jax.eval_shape(init, jax.random.key(0))
     optimizer, _ = built(page, name)
     found = {
         row.path.split(".")[-1]: str(row.matrices or "AdamW")
@@ -87,12 +127,12 @@ def test_the_loss_falls(page, name):
 
     def step(carry, _):
         params, state = carry
-        grad = jax.value_and_grad(page["loss"], has_aux=True)
+        grad = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, max_logits), grads = grad(params, tokens)
         updates, state = optimizer.update(grads, state, params, max_logits=max_logits)
         return (optax.apply_updates(params, updates), state), loss
 
-    params = page["init"](jax.random.key(0))
+    params = init(jax.random.key(0))
     run = jax.jit(lambda carry: jax.lax.scan(step, carry, None, 40))
     (params, _), losses = run((params, optimizer.init(params)))
     assert losses[0] > 2.5 and losses[-1] < losses[0] / 2
@@ -210,7 +250,7 @@ def test_50_steps_of_track_3(page, enable_x64, monkeypatch, name, soap):
     monkeypatch.setattr(track_3, "cool", lambda step, coefficient: 1.0)
     monkeypatch.setattr(track_3, "mu", lambda step: 0.85 + 0.1 * jnp.float64(step) / 300)
     optimizer = getattr(track_3, name)(optax.constant_schedule(0.02))
-    params = jax.tree.map(lambda x: np.float64(x), page["init"](jax.random.key(0)))
+    params = jax.tree.map(lambda x: np.float64(x), init(jax.random.key(0)))
 
     def noise(step):
         rng = np.random.default_rng(step)
