@@ -10,13 +10,13 @@ import numpy as np
 import optax
 import pytest
 
-from examples import track_3
+from examples import production, track_3
 from orscale_jax import describe, muon, orthogonalize, scale_by_shape
 from tests import oracle
 from tests.test_docs import BLOCK, ROOT
 
 TEXT = (ROOT / "docs" / "recipes.md").read_text()
-TRACK_3 = Path(track_3.__file__).read_text()
+PROGRAMS = "".join(Path(module.__file__).read_text() for module in (production, track_3))
 # Where matrices are as small as here, steps of 0.2 √max(m, n) may be longer.
 RATES = {"marin": 0.05, "modded_nanogpt": 0.05}
 
@@ -70,8 +70,8 @@ def table():
 
 @pytest.fixture(scope="module")
 def page():
-    """The names that the page's code defines."""
-    found = {"__name__": "__main__"}
+    """The names that the page's code defines, and those of its programs."""
+    found = vars(production) | vars(track_3) | {"__name__": "__main__"}
     for block in BLOCK.finditer(TEXT):
         exec(block[1], found)
     return found
@@ -85,7 +85,7 @@ def built(page, name):
 def test_every_recipe_is_in_the_table():
     """And nothing else: a recipe is a function of the rate."""
     defined = re.findall(r"^def (\w+)\(rate\):", TEXT, re.M)
-    defined += re.findall(r"^def (\w+)\(rate: Schedule\)", TRACK_3, re.M)
+    defined += re.findall(r"^def (\w+)\(rate: Schedule\)", PROGRAMS, re.M)
     assert sorted(defined) == sorted(table()) and len(set(defined)) == 10
 
 
