@@ -1,4 +1,4 @@
-"""Names of JAX, Optax, Flax, Orbax and this library in pages link to their documentation."""
+"""Names of JAX, Optax, Flax, Orbax and this library link to their documentation."""
 
 import re
 from collections import Counter
