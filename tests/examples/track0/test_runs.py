@@ -9,33 +9,17 @@ import pytest
 
 from examples.pretrain.errors import UsageError
 from examples.track0 import entries, prose
+from examples.track0.entries import ENTRIES
 from examples.track0.factories import build, check, find_factory, of_matrices
 from examples.track0.losses import Losses, facts_of
 from examples.track0.runs import POINTS, Program, Rates, Run, uniform_guess
 from examples.track0.workloads import WORKLOADS, shortened
 
 CODE = shortened(WORKLOADS["code"], 24, 2)
-MUON = "orscale_jax:muon"
-NAMES = [
-    MUON,
-    "orscale_jax:orscale",
-    "orscale_jax.family:normuon",
-    "orscale_jax.family:aurora",
-    "orscale_jax.family:hyperball",
-    "orscale_jax.family:orscale_on_normuon",
-    "examples.track0.entries:adamw",
-    "examples.track0.entries:lion",
-    "examples.track0.entries:optax_muon",
-    "examples.track0.entries:schedule_free_adamw",
-    "examples.track0.entries:twice_the_decay",
-    "examples.track0.mixed_emas:two_timescales",
-    "examples.track0.blend:contra_muon",
-    "examples.track0.neuron_floor:row_floor",
-    "examples.track0.ema_nesterov:muon_ahead",
-]
+MUON = ENTRIES["muon"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ENTRIES.values())
 def test_entries_pass_the_check(name):
     check(find_factory(name), name)
 
