@@ -31,6 +31,7 @@ html_title = f"orscale_jax {release}"
 pygments_dark_style = "github-dark"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
+html_js_files = ["sort.js"]
 html_use_index = False  # The pages of the API list names by module.
 
 # Printed output is not for copying, and neither are prompts.

@@ -1,10 +1,4 @@
-"""Optimizers of the table that need more than an import.
-
-The others are `orscale_jax:muon`, `orscale_jax:orscale`, `orscale_jax.family:` with
-`normuon`, `aurora`, `hyperball` and `orscale_on_normuon`, and the four methods of this
-folder: `mixed_emas:two_timescales`, `blend:contra_muon`, `neuron_floor:row_floor` and
-`ema_nesterov:muon_ahead`.
-"""
+"""The optimizers of the table, and those of them that need more than an import."""
 
 from typing import Any, TypeAlias
 
@@ -14,6 +8,25 @@ import orscale_jax
 
 Rate: TypeAlias = optax.Schedule
 Optimizer: TypeAlias = optax.GradientTransformation
+
+_HERE, _FAMILY = "examples.track0", "orscale_jax.family"
+ENTRIES = {  # The MODULE:FACTORY of each name.
+    "muon": "orscale_jax:muon",
+    "adamw": f"{_HERE}.entries:adamw",
+    "normuon": f"{_FAMILY}:normuon",
+    "orscale": "orscale_jax:orscale",
+    "hyperball": f"{_FAMILY}:hyperball",
+    "aurora": f"{_FAMILY}:aurora",
+    "twice_the_decay": f"{_HERE}.entries:twice_the_decay",
+    "optax_muon": f"{_HERE}.entries:optax_muon",
+    "ema_nesterov": f"{_HERE}.ema_nesterov:muon_ahead",
+    "two_timescales": f"{_HERE}.mixed_emas:two_timescales",
+    "orscale_on_normuon": f"{_FAMILY}:orscale_on_normuon",
+    "contra_muon": f"{_HERE}.blend:contra_muon",
+    "neuron_floor": f"{_HERE}.neuron_floor:row_floor",
+    "lion": f"{_HERE}.entries:lion",
+    "schedule_free_adamw": f"{_HERE}.entries:schedule_free_adamw",
+}
 
 
 def adamw(learning_rate: Rate) -> Optimizer:

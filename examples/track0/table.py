@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
+from examples.track0.entries import ENTRIES
 from examples.track0.factories import find_factory
 from examples.track0.losses import Losses
 from examples.track0.row import Cell, lookup, make_row
@@ -112,8 +113,16 @@ def stored_entries() -> dict[str, Entry]:
     return entries
 
 
-def markdown(entries: Mapping[str, Entry]) -> str:
-    """The table, the lowest mean first, of differences from the entry `muon`."""
+class Compared(NamedTuple):
+    """An entry minus `muon`: over the texts, on each workload, and the verdict."""
+
+    mean: Difference
+    columns: Mapping[str, Difference]
+    verdict: str
+
+
+def compare(entries: Mapping[str, Entry]) -> dict[str, Compared]:
+    """All entries but `muon`, the lowest mean first."""
     reference = entries["muon"].cells
     texts = [name for name in reference if name in TEXTS]
 
@@ -123,35 +132,47 @@ def markdown(entries: Mapping[str, Entry]) -> str:
 
     others = [name for name in entries if name != "muon"]
     means = {name: minus_muon(name, *texts) for name in others}
-    columns = {name: [minus_muon(name, t).mean for t in texts] for name in others}
-    decided = verdicts(means, columns) if len(texts) == len(TEXTS) else {}
+    columns = {name: {w: minus_muon(name, w) for w in reference} for name in others}
+    on_texts = {name: [columns[name][t].mean for t in texts] for name in others}
+    decided = verdicts(means, on_texts) if len(texts) == len(TEXTS) else {}
+    return {
+        name: Compared(means[name], columns[name], decided.get(name, "none"))
+        for name in sorted(others, key=lambda name: means[name].mean)
+    }
 
-    def line(name: str) -> list[str]:
-        cells, goal = entries[name].cells, entries.get("adamw")
-        if name == "muon":
-            found = ["0", "reference", *("0" for _ in reference)]
-        else:
-            found = [str(means[name]), decided.get(name, "none")]
-            found += [f"{value:+.4f}" for value in columns[name]]
-            found += [str(minus_muon(name, w)) for w in reference if w not in texts]
+
+def markdown(entries: Mapping[str, Entry]) -> str:
+    """The table of differences from `muon`, and the entries that have not been run."""
+    reference, goal = entries["muon"].cells, entries.get("adamw")
+    texts = [name for name in reference if name in TEXTS]
+    heading = ["entry", "four texts", "verdict", *reference, "rates over `muon`'s"]
+    heading += ["steps to AdamW's loss, %", "state, bytes", "CPU time of a step"]
+
+    def line(name: str, found: list[str]) -> list[str]:
+        cells = entries[name].cells
         times = [np.divide(cells[w].rates, reference[w].rates) for w in texts]
         shares = [
             share_of_steps(cells[w].curve, goal.cells[w].curve[-1]) if goal else math.nan
             for w in texts
         ]
-        seconds = cells[texts[0]].seconds / reference[texts[0]].seconds
         return [
             f"`{name}`",
             *found,
             ", ".join(f"{x:.2g} and {y:.2g}" for x, y in times),
             f"{100 * np.mean(shares):.0f}",
             f"{entries[name].bytes_of_state:,}",
-            f"{seconds:.2f}",
+            f"{cells[texts[0]].seconds / reference[texts[0]].seconds:.2f}",
         ]
 
-    order = sorted(entries, key=lambda n: means[n].mean if n in means else 0.0)
-    heading = ["entry", "texts", "verdict", *reference, "rates, multiples of muon's"]
-    heading += ["steps to AdamW's loss, %", "state, bytes", "CPU time of a step"]
+    rows = [(0.0, line("muon", ["0", "reference", *("0" for _ in reference)]))]
+    for name, (mean, columns, verdict) in compare(entries).items():
+        on_each = [
+            f"{found.mean:+.4f}" if w in texts else str(found)
+            for w, found in columns.items()
+        ]
+        rows.append((mean.mean, line(name, [str(mean), verdict, *on_each])))
     rule = ["---"] + ["--:"] * (len(heading) - 1)
-    rows = [heading, rule, *map(line, order)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    table = [heading, rule, *(row for _, row in sorted(rows))]
+    waiting = [name for name in ENTRIES if name not in entries]
+    table += [[f"`{name}`", "not yet run", *[""] * (len(rule) - 2)] for name in waiting]
+    return "\n".join(f"| {' | '.join(row)} |" for row in table)

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from examples.pretrain.errors import UsageError
-from examples.track0 import __main__ as command, table
+from examples.track0 import __main__ as command, figure, table
 from examples.track0.row import Cell, fresh_seeds, make_row
 from examples.track0.runs import POINTS, Rates, Run, uniform_guess
 from examples.track0.search import MOST_POINTS, search
@@ -104,7 +104,7 @@ def row_of(offset, rates):
     return cells
 
 
-def test_the_table(capsys, monkeypatch):
+def test_the_table_and_its_picture(capsys, monkeypatch, tmp_path):
     rows = {
         "muon": (0, (0.01, 0.02)),
         "mine": (-0.02, (0.02, 0.02)),
@@ -119,10 +119,19 @@ def test_the_table(capsys, monkeypatch):
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in capsys.readouterr().out.splitlines()
     ]
-    assert [line[0] for line in lines[2:]] == ["`mine`", "`muon`", "`adamw`"]
+    assert [line[0] for line in lines[2:6]] == [
+        "`mine`",
+        "`muon`",
+        "`adamw`",
+        "`normuon`",
+    ]
     cells = dict(zip(lines[0], lines[2], strict=True))
-    assert cells["verdict"] == "better" and cells["texts"].startswith("-0.0200 [")
+    assert cells["verdict"] == "better" and cells["four texts"].startswith("-0.0200 [")
     assert all(cells[text] == "-0.0200" for text in TEXTS)
-    assert cells["rates, multiples of muon's"] == ", ".join(["2 and 1"] * len(TEXTS))
-    assert lines[4][2] == "worse"
+    assert cells["rates over `muon`'s"] == ", ".join(["2 and 1"] * len(TEXTS))
+    assert lines[4][2] == "worse" and lines[5][1] == "not yet run"
     assert lines[4][-3] == "100"
+    compared = table.compare(entries)
+    assert list(compared) == ["mine", "adamw"]
+    figure.draw(compared, tmp_path / "track0.png", narrow=True)
+    assert (tmp_path / "track0_narrow.png").exists()

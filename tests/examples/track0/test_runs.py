@@ -8,41 +8,25 @@ import optax
 import pytest
 
 from examples.pretrain.errors import UsageError
-from examples.track0 import entries
+from examples.track0 import entries, prose
+from examples.track0.entries import ENTRIES
 from examples.track0.factories import build, check, find_factory, of_matrices
 from examples.track0.losses import Losses, facts_of
 from examples.track0.runs import POINTS, Program, Rates, Run, uniform_guess
 from examples.track0.workloads import WORKLOADS, shortened
 
 CODE = shortened(WORKLOADS["code"], 24, 2)
-MUON = "orscale_jax:muon"
-NAMES = [
-    MUON,
-    "orscale_jax:orscale",
-    "orscale_jax.family:normuon",
-    "orscale_jax.family:aurora",
-    "orscale_jax.family:hyperball",
-    "orscale_jax.family:orscale_on_normuon",
-    "examples.track0.entries:adamw",
-    "examples.track0.entries:lion",
-    "examples.track0.entries:optax_muon",
-    "examples.track0.entries:schedule_free_adamw",
-    "examples.track0.entries:twice_the_decay",
-    "examples.track0.mixed_emas:two_timescales",
-    "examples.track0.blend:contra_muon",
-    "examples.track0.neuron_floor:row_floor",
-    "examples.track0.ema_nesterov:muon_ahead",
-]
+MUON = ENTRIES["muon"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ENTRIES.values())
 def test_entries_pass_the_check(name):
     check(find_factory(name), name)
 
 
 @pytest.mark.extended
 def test_the_losses_of_the_second_study():
-    """docs/data/two_rates/dense-small.csv of commit 11ff6128, arm muon_moonlight."""
+    """docs/data/two_rates/dense-small.csv of commit 2f6bf514, arm muon_moonlight."""
     program = Program(shortened(WORKLOADS["code"], 300, 2), find_factory(MUON))
     for seed, loss in ((100, 1.99353), (101, 2.01202)):
         # Equal to the last digit on a like processor. With one of the ten batches of
@@ -146,6 +130,17 @@ def test_a_factory_that_is_not_there(name):
         find_factory(name)
 
 
+def test_prose_has_every_paragraph_on_one_side(tmp_path, monkeypatch):
+    paragraphs = [f"Paragraph {i}." for i in range(2345)]
+    monkeypatch.setattr(prose, "_read", lambda: "\n" + "\n".join(paragraphs) + "\n")
+    prose.write_prose(tmp_path)
+    train, val = (
+        (tmp_path / f"{side}.txt").read_text().split("\n") for side in ("train", "val")
+    )
+    assert sorted(train + val) == sorted(paragraphs)
+    assert val == paragraphs[900:1000] + paragraphs[1900:2000]
+
+
 KEYS = [("code", Rates(0.1, 0.2), seed) for seed in range(3)]
 RUNS = [Run(tuple(np.arange(POINTS) + i / 10), 0.25) for i in range(3)]
 
@@ -160,6 +155,8 @@ def test_a_table_of_losses_survives_a_kill(tmp_path):
     again = Losses(path, facts)
     assert again.entry == MUON
     assert [again[key] for key in KEYS[:2]] == RUNS[:2] and KEYS[2] not in again
+    with pytest.raises(UsageError, match="has no run of"):
+        again[KEYS[2]]
     again.add(KEYS[2], RUNS[2])
     assert path.read_bytes() == whole
     assert len(path.read_text().splitlines()) == 2 + len(KEYS)
