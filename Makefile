@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
 .PHONY: help test test-examples test-extended test-all test-optimized test-oldest clients test-gpu coverage covered mutants faults lint format docs linkcheck bench bench-gpu bench-tpu demo \
-	demo-moe demo-vision study track0 dist release clean
+	demo-moe demo-vision track0 dist release clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,7 +33,7 @@ $(VENV)/.has-%: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 PYTEST := $(RUN) pytest -n 2 --dist worksteal
 QUICK := not extended and not slow and not client
 # They have no such test, and what they import takes seconds.
-IMPORTING := tests/clients $(addprefix tests/examples/,benchmarks pretrain study vision)
+IMPORTING := tests/clients $(addprefix tests/examples/,benchmarks pretrain vision)
 
 test: $(VENV)/.has-examples,test ## Run the quick tests of the package, and see that the programs start.
 	$(PYTEST) -m "$(QUICK) and not examples" $(IMPORTING:%=--ignore=%) $(ARGS)
@@ -154,9 +154,6 @@ demo-vision: $(VENV)/.has-examples ## The same with a small DavidNet on drawings
 
 track0: $(VENV)/.has-examples ## Try the leaderboard of optimizers: one text, 300 steps.
 	$(RUN) examples.track0 orscale_jax.family:normuon --smoke $(ARGS)
-
-study: $(VENV)/.has-examples ## Repeat a part of the study on a dense model and a mixture, and compare.
-	$(RUN) examples.study.repeat $(ARGS)
 
 dist: $(VENV)/.has-dist ## Build the source distribution, and from it the wheel, into dist/.
 	rm -rf dist

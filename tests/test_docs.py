@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FRACTION = re.compile(r"(\d+\.\d+(?:e[+-]\d+)?)")
 FENCED = re.compile(r"^```(python|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# test_methods.py and test_recipes.py run the blocks of two pages.
+# test_recipes.py runs the blocks of a page.
 PAGES = [
     page
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    if BLOCK.search(page.read_text()) and page.stem not in ("methods", "recipes")
+    if BLOCK.search(page.read_text()) and page.stem != "recipes"
 ]
 QUICK_PAGES = {"README.md", "index.md", "quickstart.md"}
 

@@ -13,14 +13,15 @@ search        two rates, by a star of factor 2 and the parabola through it
 row           a row: the search and the fresh seeds
 workers       processes that train
 table         intervals, verdicts and the table of all rows
+figure        the picture of all rows
 prose         the text of one workload
-entries       optimizers of the table that need more than an import
+entries       the optimizers of the table
 mixed_emas    momentum of several timescales (bi-Maxwell, K-Maxwell)
-blend         a blend of Q with the momentum (Contra-Muon, Soft-Muon)
+blend         Q minus a part of the momentum (Contra-Muon)
 neuron_floor  the update of each neuron is not small beside its weights (RowFloor)
 ema_nesterov  gradients ahead of the weights, around any optimizer (EMA-Nesterov)
 ============  ====================================================================
 
-The last four are methods from elsewhere (``docs/methods.md``), for kernels whose last two
+The last four are methods from elsewhere (``docs/family.md``), for kernels whose last two
 axes are inputs and outputs, on one device.
 """

@@ -15,19 +15,12 @@ from collections.abc import Mapping, Sequence
 from examples.pretrain.errors import UsageError
 from examples.track0.entries import ENTRIES
 from examples.track0.factories import check, find_factory
-from examples.track0.losses import Losses, facts_of
+from examples.track0.losses import Losses
 from examples.track0.prose import write_prose
-from examples.track0.row import (
-    GUESS,
-    SEARCH_SEEDS,
-    Cell,
-    fresh_seeds,
-    lookup,
-    make_row,
-)
+from examples.track0.row import GUESS, SEARCH_SEEDS, Cell, fresh_seeds, lookup, make_row
 from examples.track0.runs import Rates, Run
 from examples.track0.table import STORED, Entry, markdown, stored_entries
-from examples.track0.workers import Workers
+from examples.track0.workers import workers
 from examples.track0.workloads import WORKLOADS, shortened
 
 REFERENCE = ENTRIES["muon"]
@@ -61,11 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_prose()
 
     def row(entry: str, path: pathlib.Path, guess: Rates) -> Mapping[str, Cell]:
-        losses = Losses(path, facts_of(entry, find_factory(entry)))
         # A search takes some seven points.
         expected = sum(7 * len(seeds) + w.seeds for w in workloads.values())
-        given_to = (entry, workloads, losses, expected, given.processes)
-        with Workers(*given_to, print) as runs:
+        with workers(entry, workloads, path, expected, given.processes) as runs:
             return make_row(workloads, runs, guess, seeds)
 
     ours = row(given.entry, folder / f"{name}.csv", Rates(*given.guess))
@@ -77,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         theirs = reference_here(path, folder / "reference.csv", given.processes)
     others = {} if given.smoke else stored_entries()
-    entries = {"muon": Entry(REFERENCE, theirs)} | others
-    print(markdown(entries | {name: Entry(given.entry, ours)}))
+    here = {"muon": Entry(REFERENCE, theirs), name: Entry(given.entry, ours)}
+    print(markdown(others | here))
 
 
 def reference_here(
@@ -89,11 +80,8 @@ def reference_here(
     Two seeds of each workload are run again. Where one of them differs by more than
     `NEAR`, all seeds are.
     """
-    known = make_row(WORKLOADS, lookup(Losses(stored)))
-    losses = Losses(here, facts_of(REFERENCE, find_factory(REFERENCE)))
-    found = {}
-    expected = 2 * len(known)
-    with Workers(REFERENCE, WORKLOADS, losses, expected, processes, print) as runs:
+    known, found = make_row(WORKLOADS, lookup(Losses(stored))), {}
+    with workers(REFERENCE, WORKLOADS, here, 2 * len(known), processes) as runs:
         for name, cell in known.items():
             seeds = fresh_seeds(WORKLOADS[name])
             [first] = runs(name, [cell.rates], seeds[:2])
@@ -102,9 +90,8 @@ def reference_here(
                 [all_here] = runs(name, [cell.rates], seeds)
                 found[name] = Cell(cell.rates, all_here)
             else:
-                timed = [
-                    Run(run.losses, min(r.seconds for r in first)) for run in cell.runs
-                ]
+                seconds = min(run.seconds for run in first)
+                timed = [Run(run.losses, seconds) for run in cell.runs]
                 found[name] = Cell(cell.rates, timed)
     return found
 

@@ -1,9 +1,8 @@
-"""A blend of Q with the momentum: Contra-Muon and Soft-Muon.
+"""Q minus a part of the momentum: Contra-Muon.
 
-modded-nanogpt, pull request 275; microsoft/dion, pull request 92.
+modded-nanogpt, pull request 275.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,20 +13,17 @@ from orscale_jax import orthogonalize, scale_by_shape
 
 
 def blend_momentum(
-    direction: optax.GradientTransformation,
-    share: float,
-    norm: Callable[[jax.Array], jax.Array],
-    keep_norm: bool = True,
+    direction: optax.GradientTransformation, share: float
 ) -> optax.GradientTransformation:
-    """D = (1 − s) Q + s M̃ / ‖M̃‖, and then D ← ‖Q‖ D / ‖D‖ in Frobenius norms.
+    """D = (1 − s) Q + s M̃ / ‖M̃‖₂, and then D ← ‖Q‖ D / ‖D‖ in Frobenius norms.
 
-    Q has equal singular values. With a share s below 0, the values that are small in M̃
-    become the larger ones, and with s above 0 they stay the smaller ones.
+    With a share s below 0, the singular values that are small in M̃ become the larger
+    ones.
     """
 
     def blended(q: jax.Array, m: jax.Array) -> jax.Array:
-        d = (1 - share) * q + share * m / _or_one(norm(m))
-        return frobenius(q) * d / _or_one(frobenius(d)) if keep_norm else d
+        d = (1 - share) * q + share * m / _or_one(spectral(m))
+        return frobenius(q) * d / _or_one(frobenius(d))
 
     def update(updates: optax.Updates, state: Any, params: Any = None) -> Any:
         q, state = direction.update(updates, state, params)
@@ -63,7 +59,7 @@ def contra_muon(
     given = {"weight_dimension_numbers": weight_dimension_numbers}
     return optax.chain(
         optax.trace(0.95, nesterov=True),
-        blend_momentum(orthogonalize(**given), -0.25, spectral),
+        blend_momentum(orthogonalize(**given), -0.25),
         scale_by_shape(**given),
         optax.add_decayed_weights(0.1),
         optax.scale_by_learning_rate(learning_rate),

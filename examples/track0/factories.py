@@ -1,13 +1,9 @@
 """A user's factory, called with rates and axes, and a sentence on what is wrong with it.
 
-A factory takes the keyword arguments `learning_rate`, `other_learning_rate` and
-`weight_dimension_numbers`, or some of them, and gives an optimizer. Both rates are
-schedules. A factory without `other_learning_rate` trains the matrices alone if it takes
-their dimension numbers, and AdamW trains all other parameters. If it takes neither, it is
-applied twice, to the matrices and to all other parameters: a single rate for both costs
-AdamW 0.05 to 0.12 nats.
+``docs/track0.md`` says what a factory takes, and how it is applied.
 """
 
+import functools
 import importlib
 import inspect
 import os
@@ -61,11 +57,7 @@ def of_matrices(
 
 
 def find_factory(name: str) -> Factory:
-    """The factory of `MODULE:FACTORY`; modules of the working directory count.
-
-    Raises:
-      UsageError: If there is none.
-    """
+    """The factory of `MODULE:FACTORY`; modules of the working directory count."""
     module, colon, function = name.partition(":")
     if not (module and colon and function):
         raise UsageError(f"{name}: write MODULE:FACTORY, such as my_optimizers:sophia.")
@@ -91,22 +83,17 @@ def build(
         given = {"weight_dimension_numbers": numbers} if axes else {}
         return factory(learning_rate=rate, other_learning_rate=other, **given)
     if axes:
+        of_axes = functools.partial(factory, learning_rate=rate)
         adamw = optax.adamw(other, b1=0.9, b2=0.95, weight_decay=0.1)
-
-        def matrices(masked: PyTree) -> optax.GradientTransformation:
-            return factory(learning_rate=rate, weight_dimension_numbers=masked)
-
-        return of_matrices(matrices, adamw, numbers)
-    apart = factory(learning_rate=rate), factory(learning_rate=other)
-    return of_matrices(lambda _: apart[0], apart[1], numbers)
+        return of_matrices(
+            lambda masked: of_axes(weight_dimension_numbers=masked), adamw, numbers
+        )
+    matrices, others = factory(learning_rate=rate), factory(learning_rate=other)
+    return of_matrices(lambda _: matrices, others, numbers)
 
 
 def check(factory: Factory, name: str) -> None:
-    """Takes two steps on a small tree.
-
-    Raises:
-      UsageError: If the factory or its optimizer fails, or does not move what it should.
-    """
+    """Refuses a factory whose optimizer fails, or does not move what it should."""
     params = {"matrix": jnp.ones((4, 6)), "bias": jnp.ones(6)}
     grads = jax.tree.map(lambda x: jnp.linspace(-1, 1, x.size).reshape(x.shape), params)
     numbers = {"matrix": optax.contrib.MuonDimensionNumbers(0, 1), "bias": None}

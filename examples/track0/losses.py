@@ -60,6 +60,8 @@ class Losses:
         return key in self._runs
 
     def __getitem__(self, key: Key) -> Run:
+        if key not in self._runs:
+            raise UsageError(f"{self.path} has no run of {key}.")
         return self._runs[key]
 
     def add(self, key: Key, run: Run) -> None:

