@@ -164,7 +164,8 @@ def test_a_table_of_losses_survives_a_kill(tmp_path):
     for key, run in zip(KEYS, RUNS, strict=True):
         losses.add(key, run)
     whole = path.read_bytes()
-    path.write_bytes(whole[:-9])  # In the middle of the last row.
+    path.write_bytes(torn := whole[:-9])  # In the middle of the last row.
+    assert KEYS[1] in Losses(path) and path.read_bytes() == torn
     again = Losses(path, facts)
     assert again.entry == MUON
     assert [again[key] for key in KEYS[:2]] == RUNS[:2] and KEYS[2] not in again
