@@ -29,12 +29,14 @@ def facts_of(entry: str, factory: Factory) -> str:
 class Losses:
     """A table of runs in a CSV file, whose first line says what they were made with.
 
-    A run is added at once. With `facts`, a file that was made with others is refused.
+    A run is added at once. With `facts`, a file that was made with others is refused, and
+    without them the file is only read.
     """
 
     def __init__(self, path: pathlib.Path, facts: str | None = None):
         self.path = path
         self._runs: dict[Key, Run] = {}
+        self.facts = facts or ""
         if path.exists():
             # A kill may have torn the last row, whose run is then done again.
             whole, _, _ = path.read_text().rpartition("\n")
@@ -45,11 +47,11 @@ class Losses:
                     f"Now:   {facts}\nPass another --name, or remove the file."
                 )
             self._runs = dict(_run(row) for row in csv.DictReader(lines))
-            facts = there
+            self.facts = there
         elif facts is None:
             raise UsageError(f"{path} is missing.")
-        self.facts = facts
-        self._write()
+        if facts is not None:
+            self._write()
 
     @property
     def entry(self) -> str:

@@ -13,6 +13,7 @@ from examples.track0.entries import ENTRIES
 from examples.track0.factories import build, check, find_factory, of_matrices
 from examples.track0.losses import Losses, facts_of
 from examples.track0.runs import POINTS, Program, Rates, Run, uniform_guess
+from examples.track0.workers import workers
 from examples.track0.workloads import WORKLOADS, shortened
 
 CODE = shortened(WORKLOADS["code"], 24, 2)
@@ -55,6 +56,18 @@ def test_two_runs_are_the_same_and_a_seed_changes_them(workload, steps):
 def test_a_run_that_diverges_has_the_loss_of_a_guess():
     run = Program(CODE, find_factory(MUON)).run(Rates(1e6, 1e6), 0)
     assert run.losses[-1] == uniform_guess(CODE) == round(math.log(256), 5)
+
+
+@pytest.mark.slow
+def test_a_process_trains_what_the_table_lacks(tmp_path, capsys):
+    table, rates = tmp_path / "muon.csv", Rates(0.01, 0.02)
+    for seeds in ([0], [0, 1]):
+        with workers(MUON, {"code": CODE}, table, len(seeds), processes=1) as runs:
+            [found] = runs("code", [rates], seeds)
+        assert capsys.readouterr().out.count("nats") == 1
+    here = Program(CODE, find_factory(MUON))
+    for seed, run in zip(seeds, found, strict=True):
+        np.testing.assert_allclose(run.losses, here.run(rates, seed).losses, atol=1e-3)
 
 
 def test_one_rate_is_applied_to_both_groups():
@@ -151,7 +164,8 @@ def test_a_table_of_losses_survives_a_kill(tmp_path):
     for key, run in zip(KEYS, RUNS, strict=True):
         losses.add(key, run)
     whole = path.read_bytes()
-    path.write_bytes(whole[:-9])  # In the middle of the last row.
+    path.write_bytes(torn := whole[:-9])  # In the middle of the last row.
+    assert KEYS[1] in Losses(path) and path.read_bytes() == torn
     again = Losses(path, facts)
     assert again.entry == MUON
     assert [again[key] for key in KEYS[:2]] == RUNS[:2] and KEYS[2] not in again
