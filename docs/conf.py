@@ -14,6 +14,7 @@ version = release = installed_version("orscale-jax")
 extensions = [
     "links",
     "mathml",
+    "messages",
     "narrow",
     "myst_nb",
     "sphinx.ext.autodoc",
@@ -22,7 +23,6 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
-    "sphinx_design",
 ]
 exclude_patterns = ["_build"]
 html_theme = "furo"
@@ -38,8 +38,11 @@ copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 3
+myst_html_meta = {
+    "description": "Muon for JAX, as an Optax optimizer that you put where AdamW is now."
+}
 
 # The site builds without a network: each inventory is plain text, and has the names that
 # the pages use. It was written by the project's own docs sources on 2026-11-28.

@@ -31,8 +31,8 @@ GREEN, PURPLE, ORANGE, BLACK, YELLOW = (
 )
 COLORS: Mapping[str, str] = {
     "adamw": GRAY,
-    "muon": SKY,
-    "muon_moonlight": BLUE,
+    "muon": BLUE,
+    "muon_unit_scale": SKY,
     "orscale": VERMILION,
 }
 OTHER_COLORS = (GREEN, PURPLE, ORANGE, BLACK, YELLOW)

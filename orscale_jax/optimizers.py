@@ -61,6 +61,25 @@ class Arguments:
 
     Args:
       learning_rate: :math:`\eta`, at least 0. A number, a traced scalar or a schedule.
+      weight_decay: :math:`\lambda`, at least 0. A number or a schedule. A step shrinks
+        the parameter by :math:`\eta \lambda`, times the trust ratio if there is one.
+      weight_decay_mask: Which parameters decay. None: all of them. ``"matrices"``: only
+        the matrices. Or a tree of booleans, a prefix of one, or a callable from the
+        parameters to one.
+      weight_dimension_numbers: Which parameters are matrices, along which axes. A tree
+        (or a prefix of one, or a callable from the parameters to one) of
+        :class:`optax.contrib.MuonDimensionNumbers`, or of
+        :class:`~orscale_jax.BlockDimensionNumbers` for fused weights, with None for
+        AdamW. Axes that they do not name are batch axes: each matrix along them has its
+        own update. :func:`~orscale_jax.by_path` and the functions for Flax, Equinox and
+        Haliax make them.
+
+        If the argument is None, a 2-D leaf is a matrix, unless its names say that it is
+        an embedding, an output head, a norm, a scale or a bias
+        (:doc:`a page </names>` lists the names). AdamW trains such leaves and leaves of
+        fewer axes, and leaves of more axes raise an error. A 2-D router or fused
+        projection is then one matrix, and the column "check" of
+        :func:`~orscale_jax.describe` flags it.
       momentum: :math:`\mu` in [0, 1).
       nesterov: Whether Q is the polar factor of :math:`\tilde M` (True) or of M.
       mu_dtype: The dtype of the momentum, and of AdamW's first moment, in the state: a
@@ -69,36 +88,8 @@ class Arguments:
         matrices in blocks of 8-bit integers (:class:`~orscale_jax.Int8TraceState`), and
         treats AdamW's moments as None does. The step uses the momentum before it is
         rounded. Derivatives do not pass through the integers.
-      weight_decay: :math:`\lambda`, at least 0. A number or a schedule. A step shrinks
-        the parameter by :math:`\eta \lambda`, times :math:`\hat r` if there is a ratio.
-      weight_decay_mask: Which parameters decay. None: all of them. ``"matrices"``: only
-        the matrices. Or a tree of booleans, a prefix of one, or a callable from the
-        parameters to one.
-      ns_steps: The number k of Newton–Schulz steps, at least 1. None: 5. A traced number
-        takes the plain iteration, which is slower.
-      ns_coeffs: The coefficients: ``"polar_express"``, ``"jordan"``, ``"dion"``,
-        ``"deepseek_v4"`` (with ``ns_steps=10``) or a table of your own. See
-        :func:`~orscale_jax.polar_factor`.
-      ns_dtype: The dtype of the operands of Newton–Schulz's products, which accumulate
-        in float32. None: float16 on GPU, bfloat16 on TPU, float32 on CPU.
-      ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
-        see :func:`~orscale_jax.polar_factor`.
-      weight_dimension_numbers: Which parameters are matrices, along which axes. A tree
-        (or a prefix of one, or a callable from the parameters to one) of
-        :class:`optax.contrib.MuonDimensionNumbers`, or of
-        :class:`~orscale_jax.BlockDimensionNumbers` for fused weights, with None for
-        AdamW. Axes that they do not name are batch axes: each matrix has its own Q, c and
-        r. :func:`~orscale_jax.by_path` and the functions for Flax, Equinox and Haliax
-        make them.
-
-        If the argument is None, a 2-D leaf is a matrix, unless its names say that it is
-        an embedding, an output head, a norm, a scale or a bias
-        (``docs/parameters.md`` lists the names). AdamW trains such leaves and leaves of
-        fewer axes, and leaves of more axes raise an error. A 2-D router or fused
-        projection is then one matrix, and the column "check" of
-        :func:`~orscale_jax.describe` flags it.
-      adam_learning_rate: The learning rate or schedule of AdamW. None:
-        ``learning_rate``.
+      adam_learning_rate: The learning rate or schedule of the parameters that AdamW
+        trains. None: ``learning_rate``.
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).
       adam_b2: AdamW's decay rate of the second moment, in [0, 1).
       adam_eps: AdamW's :math:`\varepsilon`, at least 0.
@@ -109,6 +100,15 @@ class Arguments:
         :func:`optax.contrib.muon` does by default.
       adam_weight_decay: The weight decay of the parameters that AdamW trains: a number
         or a schedule. None: ``weight_decay``.
+      ns_steps: The number of Newton–Schulz steps, at least 1. None: 5. A traced number
+        takes the plain iteration, which is slower.
+      ns_coeffs: The coefficients: ``"polar_express"``, ``"jordan"``, ``"dion"``,
+        ``"deepseek_v4"`` (with ``ns_steps=10``) or a table of your own. See
+        :func:`~orscale_jax.polar_factor`.
+      ns_dtype: The dtype of the operands of Newton–Schulz's products, which accumulate
+        in float32. None: float16 on GPU, bfloat16 on TPU, float32 on CPU.
+      ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
+        see :func:`~orscale_jax.polar_factor`.
       mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
         do not name a mesh. It must have the devices of the arrays. None: the mesh of the
         context (``jax.set_mesh``), if there is one. None is usually right, because the
@@ -132,16 +132,12 @@ class Arguments:
     """
 
     learning_rate: ScalarOrSchedule = dataclasses.field(kw_only=False)
+    weight_decay: ScalarOrSchedule = WEIGHT_DECAY
+    weight_decay_mask: Mask | None = None
+    weight_dimension_numbers: WeightDimensionNumbers = None
     momentum: ArrayLike = 0.95
     nesterov: bool = True
     mu_dtype: DTypeLike | None = None
-    weight_decay: ScalarOrSchedule = WEIGHT_DECAY
-    weight_decay_mask: Mask | None = None
-    ns_steps: int | jax.Array | None = None
-    ns_coeffs: Coefficients = "polar_express"
-    ns_dtype: DTypeLike | None = None
-    ns_preconditioning: str = "frobenius"
-    weight_dimension_numbers: WeightDimensionNumbers = None
     adam_learning_rate: ScalarOrSchedule | None = None
     adam_b1: ArrayLike = 0.9
     adam_b2: ArrayLike = 0.95
@@ -149,6 +145,10 @@ class Arguments:
     adam_eps_root: ArrayLike = 0.0
     adam_nesterov: bool = False
     adam_weight_decay: ScalarOrSchedule | None = None
+    ns_steps: int | jax.Array | None = None
+    ns_coeffs: Coefficients = "polar_express"
+    ns_dtype: DTypeLike | None = None
+    ns_preconditioning: str = "frobenius"
     mesh: Mesh | AbstractMesh | None = None
     slow_axes: SlowAxes | None = None
     param_shardings: ParamShardings = None
@@ -284,7 +284,14 @@ def takes(
     signature = inspect.signature(arguments)
     mro: tuple[type, ...] = getattr(arguments, "__mro__", ())
     docs = [inspect.cleandoc(cls.__doc__ or "") for cls in reversed(mro)]
-    described = [doc.split("Args:\n")[1] for doc in docs if "Args:\n" in doc]
+    shared, *own = [doc.split("Args:\n")[1] for doc in docs if "Args:\n" in doc]
+    # Those of the step stand together, before those of AdamW.
+    of_step, adam, rest = shared.partition("  adam_learning_rate: ")
+    described = [of_step.rstrip(), *own, adam + rest]
+    fields, count = [*signature.parameters.values()], len(dataclasses.fields(Arguments))
+    first = [*signature.parameters].index("adam_learning_rate")
+    ordered = fields[:first] + fields[count:] + fields[first:count]
+    signature = signature.replace(parameters=ordered)
 
     def decorate(make: Callable[[Given], Optimizer]) -> Callable[Parameters, Optimizer]:
         name = make.__name__  # Copies of a closure may wrap its functions.
@@ -470,21 +477,36 @@ def build(chain: Chain, h: Arguments) -> Optimizer:
 def muon(h: MuonArguments) -> Optimizer:
     r"""Muon for the matrices, and AdamW for all other parameters.
 
-    Each matrix takes the step :math:`W \leftarrow W - \eta (\lambda W + s Q)`: this is
-    :func:`orscale` without the trust ratio, :math:`\hat r = 1`. The default,
-    ``consistent_rms=0.2``, is Muon+Moonlight. ``consistent_rms=None`` is Muon with s = 1.
-    ``scale_mode="shape_scaling"`` is the scale of Keller Jordan's code and of
-    :func:`optax.contrib.muon`.
+    Each matrix :math:`W \in \mathbb{R}^{m \times n}` with gradient G takes the step
 
-    :func:`optax.contrib.muon` has other defaults. It has no decay, ``adam_b2=0.999`` and
-    ``adam_nesterov=True``, and it treats embeddings and heads as matrices. Its
-    ``consistent_rms=None`` means ``scale_mode="shape_scaling"``.
+    .. math::
+
+      M &\leftarrow \mu M + G, \\
+      \tilde M &= \mu M + G, \\
+      Q &\approx U V^\top \text{ for } \tilde M = U \Sigma V^\top, \\
+      s &= 0.2 \sqrt{\max(m, n)}, \\
+      W &\leftarrow W - \eta \, (\lambda W + s Q),
+
+    with the learning rate :math:`\eta`, the momentum :math:`\mu` and the weight decay
+    :math:`\lambda`. Newton–Schulz iterations compute the polar factor Q. The entries of a
+    step have a root mean square of :math:`0.2 \eta`, as with Moonlight. Start with twice
+    AdamW's rate, and pass AdamW's ``weight_decay``: ``muon(2 * lr, weight_decay=wd)``.
+
+    ``consistent_rms=None`` makes s = 1. ``scale_mode="shape_scaling"`` is the scale of
+    Keller Jordan's code and of :func:`optax.contrib.muon`, which has other defaults: no
+    decay, ``adam_b2=0.999`` and ``adam_nesterov=True``, and embeddings and heads are
+    matrices. Its ``consistent_rms=None`` means ``scale_mode="shape_scaling"``.
 
     Returns:
-      A transformation, as :func:`orscale` does, without c and r in its state.
+      A transformation. Its updates have the shapes of the gradients. As in Optax, their
+      dtype is the one to which gradient, parameter and ``mu_dtype`` promote.
 
     Raises:
-      ValueError: In the same cases as :func:`orscale`.
+      ValueError: At once, if a hyperparameter is not valid. From ``init``, if a leaf is
+        ambiguous or does not fit its dimension numbers. From ``update``, if ``params`` is
+        missing, a gradient has another shape than its parameter, or ``init`` would not
+        make this state of these parameters.
+      TypeError: If an argument is not known. The message suggests the nearest one.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The table of conversions in docs/hyperparameters.md: steps of others, and ours.
+"""The table of conversions in docs/switching.md: steps of others, and ours.
 
 The others are their update formulas in float64 NumPy, written from the files that the
 table names (no code of theirs); of Optax's Muon it is the implementation itself. All use

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,55 @@ import numpy as np
 import optax
 import pytest
 
-from orscale_jax import describe, muon
+from examples import production, track_3
+from orscale_jax import describe, muon, orthogonalize, scale_by_shape
 from tests import oracle
 from tests.test_docs import BLOCK, ROOT
 
 TEXT = (ROOT / "docs" / "recipes.md").read_text()
+PROGRAMS = "".join(Path(module.__file__).read_text() for module in (production, track_3))
 # Where matrices are as small as here, steps of 0.2 √max(m, n) may be longer.
 RATES = {"marin": 0.05, "modded_nanogpt": 0.05}
+
+
+# A layer of attention, and a mixture in which all experts take part.
+
+
+def init(key):
+    shapes = {
+        "embed": (16, 16),
+        "attention": {
+            **dict.fromkeys(("query", "key", "value"), (16, 4, 4)),
+            "out": (4, 4, 16),
+        },
+        "router": (16, 2),
+        "experts": {"up": (2, 16, 32), "down": (2, 32, 16)},
+        "norm": (16,),
+        "lm_head": (16, 16),
+    }
+    leaves, structure = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.random.split(key, len(leaves))
+    params = [jax.random.normal(k, s) / 4 for k, s in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, params) | {"norm": jnp.ones(16)}
+
+
+def loss_fn(params, tokens):
+    x = params["embed"][tokens[:, :-1]]
+    a = params["attention"]
+    q, k, v = (jnp.einsum("bti,ihf->bthf", x, a[n]) for n in ("query", "key", "value"))
+    logits = jnp.einsum("bthf,bshf->bhts", q, k) / 2
+    mask = jnp.tril(jnp.ones_like(logits, bool))
+    weights = jax.nn.softmax(jnp.where(mask, logits, -jnp.inf))
+    x += jnp.einsum("bhts,bshf,hfo->bto", weights, v, a["out"])
+    gates = jax.nn.softmax(x @ params["router"])
+    hidden = jax.nn.relu(jnp.einsum("bti,eih->bteh", x, params["experts"]["up"]))
+    x += jnp.einsum("bte,bteh,eho->bto", gates, hidden, params["experts"]["down"])
+    x *= jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True))
+    outputs = x @ (params["norm"][:, None] * params["lm_head"])
+    log_probs = jax.nn.log_softmax(outputs)
+    picked = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)
+    largest = jnp.max(logits, axis=(0, 2, 3), where=mask, initial=-jnp.inf)
+    return -picked.mean(), {"attention": largest}  # one logit for each head
 
 
 def table():
@@ -27,8 +70,8 @@ def table():
 
 @pytest.fixture(scope="module")
 def page():
-    """The names that the page's code defines."""
-    found = {"__name__": "__main__"}
+    """The names that the page's code defines, and those of its programs."""
+    found = vars(production) | vars(track_3) | {"__name__": "__main__"}
     for block in BLOCK.finditer(TEXT):
         exec(block[1], found)
     return found
@@ -40,22 +83,24 @@ def built(page, name):
 
 
 def test_every_recipe_is_in_the_table():
-    """And nothing else: a recipe is a function of the rate, with a heading of its own."""
+    """And nothing else: a recipe is a function of the rate."""
     defined = re.findall(r"^def (\w+)\(rate\):", TEXT, re.M)
-    assert defined == list(table()) and len(set(defined)) == 10
+    defined += re.findall(r"^def (\w+)\(rate: Schedule\)", PROGRAMS, re.M)
+    assert sorted(defined) == sorted(table()) and len(set(defined)) == 10
 
 
 @pytest.mark.parametrize("name", table())
 def test_the_table_is_what_describe_says(page, name):
-    params = jax.eval_shape(page["init"], jax.random.key(0))
+    params = jax.eval_shape(init, jax.random.key(0))
     optimizer, _ = built(page, name)
     found = {
         row.path.split(".")[-1]: str(row.matrices or "AdamW")
         for row in describe(params, optimizer).rows
     }
-    assert (
-        found | {"dimension numbers": table()[name]["dimension numbers"]} == table()[name]
-    )
+    everywhere = {"out": "1", "up": "2", "down": "2"}
+    everywhere |= dict.fromkeys(("embed", "norm", "lm_head"), "AdamW")
+    numbers = {"dimension numbers": table()[name]["dimension numbers"]}
+    assert found | numbers == table()[name] | everywhere
 
 
 @pytest.mark.parametrize("heads, inputs", [(4, 16), (8, 16), (4, 64)])
@@ -83,12 +128,12 @@ def test_the_loss_falls(page, name):
 
     def step(carry, _):
         params, state = carry
-        grad = jax.value_and_grad(page["loss"], has_aux=True)
+        grad = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, max_logits), grads = grad(params, tokens)
         updates, state = optimizer.update(grads, state, params, max_logits=max_logits)
         return (optax.apply_updates(params, updates), state), loss
 
-    params = page["init"](jax.random.key(0))
+    params = init(jax.random.key(0))
     run = jax.jit(lambda carry: jax.lax.scan(step, carry, None, 40))
     (params, _), losses = run((params, optimizer.init(params)))
     assert losses[0] > 2.5 and losses[-1] < losses[0] / 2
@@ -199,14 +244,14 @@ def test_50_steps_of_track_3(page, enable_x64, monkeypatch, name, soap):
     that are not unique.
     """
     if soap is None:
-        monkeypatch.setitem(page, "soap", lambda momentum: momentum)
-    wide = functools.partial(page["orthogonalize"], ns_dtype=jnp.float64)
-    monkeypatch.setitem(page, "orthogonalize", wide)
-    monkeypatch.setitem(page, "switch", 10)
-    monkeypatch.setitem(page, "cool", lambda step, coefficient: 1.0)
-    monkeypatch.setitem(page, "mu", lambda step: 0.85 + 0.1 * jnp.float64(step) / 300)
-    optimizer = page[name](optax.constant_schedule(0.02))
-    params = jax.tree.map(lambda x: np.float64(x), page["init"](jax.random.key(0)))
+        monkeypatch.setattr(track_3, "soap", lambda momentum: momentum)
+    wide = functools.partial(orthogonalize, ns_dtype=jnp.float64)
+    monkeypatch.setattr(track_3, "orthogonalize", wide)
+    monkeypatch.setattr(track_3, "SWITCH", 10)
+    monkeypatch.setattr(track_3, "cool", lambda step, coefficient: 1.0)
+    monkeypatch.setattr(track_3, "mu", lambda step: 0.85 + 0.1 * jnp.float64(step) / 300)
+    optimizer = getattr(track_3, name)(optax.constant_schedule(0.02))
+    params = jax.tree.map(lambda x: np.float64(x), init(jax.random.key(0)))
 
     def noise(step):
         rng = np.random.default_rng(step)
@@ -243,7 +288,7 @@ def test_50_steps_of_track_3(page, enable_x64, monkeypatch, name, soap):
         assert np.linalg.norm(found[key] - p) < 1e-11 * np.linalg.norm(p), key
 
 
-def test_schedules_of_track_3(page):
+def test_schedules_of_track_3():
     steps = np.arange(2900)
     down = np.maximum(0.0, 2900 - steps) ** 1.2
     for coefficient, power_c, rate in (
@@ -252,34 +297,34 @@ def test_schedules_of_track_3(page):
     ):
         expected = np.minimum(rate, power_c * down)
         np.testing.assert_allclose(
-            rate * page["cool"](steps, coefficient), expected, rtol=1e-5
+            rate * track_3.cool(steps, coefficient), expected, rtol=1e-5
         )
     momentum = np.where(steps < 300, 0.85 + steps / 300 * 0.1, 0.95)
     momentum = np.where(steps > 2700, 0.95 - (steps - 2700) / 200 * 0.1, momentum)
-    np.testing.assert_allclose(page["mu"](steps), momentum, rtol=1e-6)
+    np.testing.assert_allclose(track_3.mu(steps), momentum, rtol=1e-6)
     fraction = np.minimum(0.3, 4.976805410800738e-05 * (2901.0 - steps) ** 1.2) / 0.3
     ahead = np.where((steps + 1 > 300) & (steps < 2900 - 950), 0.3 * fraction, 0.0)
-    np.testing.assert_allclose(page["ahead"](steps), ahead, rtol=1e-5)
+    np.testing.assert_allclose(track_3.ahead(steps), ahead, rtol=1e-5)
 
 
-def test_the_gate_of_track_3(page):
+def test_the_gate_of_track_3():
     rng = np.random.default_rng(0)
     raw, other, grad = rng.normal(size=(3, 6, 4))
     for step in (0, 1374, 1375, 1500, 1625, 2000):
         for white in (raw + 0.1 * other, raw + other, 3 * other - raw):
-            found = page["trust"](raw, white, grad, step)
+            found = track_3.trust(raw, white, grad, step)
             np.testing.assert_allclose(
                 found.item(), gate(raw, white, grad, step), rtol=1e-5
             )
 
 
-def test_the_polar_factor_of_track_3(page):
+def test_the_polar_factor_of_track_3():
     """The code divides by another norm, which matters to small singular values."""
     x = np.random.default_rng(0).normal(size=(12, 8))
     u, _, vt = np.linalg.svd(x, full_matrices=False)
     expected = u @ vt * (12 / 8) ** 0.5
     np.testing.assert_allclose(newton_schulz(x, gram_norm), expected, atol=1e-6)
-    stage = page["orthogonalize"](ns_steps=12, ns_coeffs=[(2.0, -1.5, 0.5)])
-    shape = page["scale_by_shape"](scale_mode="shape_scaling")
+    stage = orthogonalize(ns_steps=12, ns_coeffs=[(2.0, -1.5, 0.5)])
+    shape = scale_by_shape(scale_mode="shape_scaling")
     found, _ = optax.chain(stage, shape).update({"w": x.T}, (optax.EmptyState(),) * 2)
     np.testing.assert_allclose(found["w"].T, expected, atol=1e-5)

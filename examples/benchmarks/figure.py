@@ -9,7 +9,7 @@ from examples.benchmarks.contenders import MARIN
 from examples.benchmarks.timing import Quartiles
 
 MARKERS = "so^Dv*"
-# In the colours of the figures of losses. Here `muon` is Muon+Moonlight.
+# In the colours of the figures of losses.
 COLORS = {
     "optax.adamw": style.GRAY,
     "optax.contrib.muon": style.SKY,

@@ -7,7 +7,7 @@ by its adapters alone: a kernel W becomes W + A B, where A starts random and B a
 Each optimizer has the best of four rates.
 
 The trust ratio needs the initial norm of each matrix. B has none: its ratio stays 1, and
-it takes the steps of Muon+Moonlight. A has no gradient until B has moved: it waits, and
+it takes the steps of `muon`. A has no gradient until B has moved: it waits, and
 its ratio is anchored at the second step.
 """
 

@@ -89,9 +89,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": Optimizer("AdamW", optax.adamw, _ADAM),
     "lamb": Optimizer("LAMB", optax.lamb, _ADAM),
     # s = 1: a step of a matrix has singular values of the rate, whatever its shape.
-    "muon": _ours("Muon (s = 1)", muon, (4.0, 6.0), consistent_rms=None),
+    "muon_unit_scale": _ours("muon (s = 1)", muon, (4.0, 6.0), consistent_rms=None),
     # `orscale_jax.muon` as it is.
-    "muon_moonlight": _ours("Muon+Moonlight", muon, _LIKE_MUON),
+    "muon": _ours("muon", muon, _LIKE_MUON),
     "orscale": _orscale("OrScale"),
     "orscale_vision": _ours(
         "OrScale (s = 1)", functools.partial(orscale, r_min=0.5, r_max=1.5),
@@ -109,7 +109,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "bfloat16_momentum": _orscale("OrScale, bfloat16 momentum", mu_dtype="bfloat16"),
     "int8_momentum": _orscale("OrScale, 8-bit momentum", mu_dtype="int8"),
     "master_weights": _orscale("OrScale, master weights", _with_master_weights),
-    # The same as Muon+Moonlight, by another library.
+    # The same as `muon`, by another library.
     "optax_muon": Optimizer(
         "optax.contrib.muon", _optax_muon,
         {"beta": "momentum", "adam_weight_decay": "weight_decay"}

@@ -45,10 +45,10 @@ _OWN_TEXT = Config(
     model=dense.DenseConfig(
         vocab_size=256, width=128, layers=3, heads=4, fused_qkv=False, scan=False
     ),
-    optimizer=("adamw", "muon_moonlight"),
+    optimizer=("adamw", "muon"),
     out=pathlib.Path("runs/text"),
 )
-_COMPARED = ("adamw", "muon_moonlight", "orscale")
+_COMPARED = ("adamw", "muon", "orscale")
 
 DEMOS: dict[str, Config] = {
     "text": _OWN_TEXT,
@@ -124,7 +124,7 @@ _BASES: dict[str, tuple[Any, Recipe, dict[str, float | None]]] = {
             clip=None, warmup_steps=500, steps=24 * 97, batch_size=512, val_every=97,
             val_batches=None, **_PAPERS,
         ),
-        {"adamw": None, "lamb": None, "muon_moonlight": None, "muon": 0.04,
+        {"adamw": None, "lamb": None, "muon": None, "muon_unit_scale": 0.04,
          "orscale_vision": 0.02},
     ),
 }  # fmt: skip

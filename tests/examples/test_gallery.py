@@ -21,6 +21,7 @@ from examples.gallery import (
     lora,
     maxtext_style,
     mixture_of_experts,
+    nnx_gpt,
     sharded_gpt,
     two_momenta,
     vit,
@@ -50,6 +51,18 @@ def test_sharded_gpt():
     for array in (matrix, momentum):
         assert array.sharding.spec == jax.P("fsdp")
         assert {shard.data.shape for shard in array.addressable_shards} == {(2, 64)}
+
+
+@pytest.mark.extended
+def test_nnx_gpt():
+    losses, description = nnx_gpt.main(steps=20, width=16, layers=1)
+    assert all(curve[-1] < curve[0] for curve in losses.values())
+    assert losses["AdamW"][0] == losses["muon"][0]  # The same weights and batch.
+    rules = {row.path: row.rule for row in description.rows}
+    assert (
+        rules["blocks.0.attention.out.kernel"] == rules["blocks.0.up.kernel"] == "matrix"
+    )
+    assert rules["readout.kernel"] == rules["embed.embedding"] == "adamw"
 
 
 @pytest.mark.extended

@@ -6,7 +6,7 @@ attention by cuDNN. The shares are of the model's FLOPs: that of the card's peak
 as model FLOP utilization.
 
 *pretraining*: decoders of 31M and 125M parameters, trained on the sources of Python's
-standard library and of the installed packages, as bytes. AdamW, Muon+Moonlight (`muon`)
+standard library and of the installed packages, as bytes. AdamW, `muon`
 and `orscale`: four rates each with 31M parameters, then the best one of each with 125M,
 two seeds. A step has 16 windows of 512 bytes. The rate warms up for a tenth of the steps
 and falls by a cosine to a tenth. All decay by 0.1; everything else is at its default, but

@@ -28,11 +28,11 @@ def test_curves_in_lines_of_text():
     """A place is the middle of what it stands for; what covers what is in the order."""
     curves = {
         "adamw": curve(4.0, 3.5, 3.0, 2.5),
-        "muon_moonlight": curve(4.0, 3.0, 2.0, 1.0),
+        "muon": curve(4.0, 3.0, 2.0, 1.0),
         "orscale": curve(4.0, np.nan, 1.0, 1.0),
     }
     assert as_text(curves, width=4, height=4).splitlines() == [
-        "Validation loss: A AdamW, B Muon+Moonlight, C OrScale",
+        "Validation loss: A AdamW, B muon, C OrScale",
         "  4.00 |CA  ",
         "       | BA ",
         "       |  BA",

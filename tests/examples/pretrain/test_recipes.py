@@ -36,7 +36,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("scale", PUBLISHED)
 def test_recipes_of_text_are_rows_of_the_papers_tables(scale):
     """Written down once more; commit 11ff6128 reads them from the tables' source."""
-    recipes = [RECIPES[f"{scale}-{x}"] for x in ("adamw", "muon-moonlight", "orscale")]
+    recipes = [RECIPES[f"{scale}-{x}"] for x in ("adamw", "muon", "orscale")]
     for recipe in recipes:
         tokens = recipe.steps * recipe.batch_size * recipe.seq_len
         numbers = recipe.steps, recipe.batch_size, recipe.seq_len, round(tokens / 1e9, 2)
@@ -90,18 +90,18 @@ def test_optimizers_differ_in_what_their_names_say():
     def kernel(name, **changes):
         return update(dataclasses.replace(SMALL, optimizer=name, **changes))["kernel"]
 
-    # With a ratio of 1, OrScale is Muon+Moonlight, which is Muon with a scale.
-    np.testing.assert_allclose(kernel("orscale"), kernel("muon_moonlight"), rtol=1e-5)
+    # With a ratio of 1, `orscale` is `muon`, which is Muon with a scale.
+    np.testing.assert_allclose(kernel("orscale"), kernel("muon"), rtol=1e-5)
     decay = {"weight_decay": 0.0}
     np.testing.assert_allclose(
-        kernel("muon_moonlight", **decay),
-        kernel("muon", **decay) * 0.2 * np.sqrt(6),
+        kernel("muon", **decay),
+        kernel("muon_unit_scale", **decay) * 0.2 * np.sqrt(6),
         rtol=1e-5,
     )
     # The vision configuration is clipped, and follows bounds that a recipe gives.
     np.testing.assert_allclose(
         kernel("orscale_vision", **decay, r_min=2.0, r_max=2.0),
-        2 * kernel("muon", **decay),
+        2 * kernel("muon_unit_scale", **decay),
         rtol=1e-5,
     )
     assert optimizer_arguments(
@@ -120,8 +120,8 @@ def test_other_parameters_have_a_rate_of_their_own():
 
 # The page's multiples of AdamW's rate: of the matrices, and of the rest.
 _CALLS = {
-    "muon": ("muon_moonlight", "optax_muon"),
-    "muon(consistent_rms=None)": ("muon",),
+    "muon": ("muon", "optax_muon"),
+    "muon(consistent_rms=None)": ("muon_unit_scale",),
     "family.normuon": ("normuon",),
     "orscale": ("orscale",),
 }
@@ -161,9 +161,9 @@ def test_rates_are_those_that_the_page_advises(name):
     [
         ("adamw", "advised", "AdamW: learning rate 0.1; weight decay 0.1 for all"),
         (
-            "muon_moonlight",
+            "muon",
             "advised",
-            "Muon+Moonlight: learning rate 0.2 (2 × AdamW's) for matrices, 0.2 (2 × "
+            "muon: learning rate 0.2 (2 × AdamW's) for matrices, 0.2 (2 × "
             "AdamW's) for the rest; weight decay 0.1 for all",
         ),
         (
@@ -194,14 +194,14 @@ def test_a_run_says_first_which_rates_it_takes_and_why():
         assert sorted(losses) == [rate / 2, rate, 2 * rate]
         unit = "image" if name == "demo-vision" else "byte"
         others = [row for row in rows if row["recipe"] == name][3:]
-        assert [row["optimizer"] for row in others] == ["muon_moonlight", "orscale"]
+        assert [row["optimizer"] for row in others] == ["muon", "orscale"]
         shown = " | ".join(f"{float(row['val_loss']):.3f}" for row in others)
         assert f"`{name}`, nats per {unit} | {losses[rate]:.3f} | {shown} |" in page
         line = rates_in_words(DEMOS[name])
         assert f"AdamW {rate:g}, the best one in docs/data/demo_rates.csv; " in line
-        assert "light 2 × that; OrScale 1 × that (2 × for what AdamW trains)." in line
+        assert "muon 2 × that; OrScale 1 × that (2 × for what AdamW trains)." in line
     own = parse(["--data", "a.txt"], "")
-    assert own.optimizer == ("adamw", "muon_moonlight") and own.recipe.rates == "advised"
+    assert own.optimizer == ("adamw", "muon") and own.recipe.rates == "advised"
     for options in ("--data a.txt", "--learning-rate 1", "--steps 99"):
         assert "the best one" not in rates_in_words(parse(options.split(), ""))
     shared = parse(["--recipe", "demo", "--rates", "shared"], "")

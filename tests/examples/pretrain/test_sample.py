@@ -164,7 +164,7 @@ def test_the_command_takes_a_run_of_one_or_of_all_optimizers(finished, capsys):
     shown = capsys.readouterr().out.splitlines()
     assert [line.split(" ─")[0] for line in shown[::2]] == [
         "AdamW",
-        "Muon+Moonlight",
+        "muon",
         "OrScale",
     ]
     assert sample.main([*options, "--run", str(finished / "orscale")]) == 0

@@ -293,14 +293,14 @@ def test_a_signal_during_a_measurement(tmp_path, monkeypatch, capfd):
         return measure(*given, **options)
 
     monkeypatch.setattr(logs.diagnostics, "measure", interrupted)
-    options = {"optimizer": ("muon_moonlight",), "measure_every": 3, "steps": 9}
+    options = {"optimizer": ("muon",), "measure_every": 3, "steps": 9}
     data, out = tiny.write_texts(tmp_path / "texts"), tmp_path / "run"
     code = tiny.main(tiny.arguments(data, out, **options))
     assert code == 128 + signal.SIGTERM
     received, stopped = capfd.readouterr().err.strip().splitlines()
     assert received.startswith("SIGTERM received")
-    assert stopped.startswith("Muon+Moonlight stopped at step 4.")
-    folder = out / "muon_moonlight"
+    assert stopped.startswith("muon stopped at step 4.")
+    folder = out / "muon"
     assert {row["step"] for row in tiny.rows(folder / "history.csv")} == {"3"}
     assert (folder / "checkpoints" / "4").is_dir()
 

@@ -142,7 +142,7 @@ def test_a_finished_run_is_only_shown(data, reference):
 
 
 def test_a_run_says_what_it_does_and_when_it_resumes(data, tmp_path, capsys, monkeypatch):
-    options = {"optimizer": ("muon_moonlight",), "checkpoint_every": 2, "log_every": 1}
+    options = {"optimizer": ("muon",), "checkpoint_every": 2, "log_every": 1}
     arguments = tiny.arguments(data, tmp_path, **options)
 
     def interrupted(done, _):
@@ -153,13 +153,13 @@ def test_a_run_says_what_it_does_and_when_it_resumes(data, tmp_path, capsys, mon
         context.setattr(operation_run, "check_finite", interrupted)
         assert tiny.main(arguments) == 1
     said = capsys.readouterr().out
-    line = "Muon+Moonlight: learning rate 0.003 for matrices, 0.003 for the rest; weight "
+    line = "muon: learning rate 0.003 for matrices, 0.003 for the rest; weight "
     assert line + "decay 0.1 for all\n" in said and "resumes" not in said
     assert tiny.main([*arguments, "--rates", "advised"]) == 2
     assert "rates: shared there, advised now" in capsys.readouterr().err
     assert tiny.main(arguments) == 0
     said = capsys.readouterr().out
-    assert "Muon+Moonlight resumes from its checkpoint of step 4 of 6.\n" in said
+    assert "muon resumes from its checkpoint of step 4 of 6.\n" in said
     assert [row["step"] for row in tiny.rows(tmp_path / "metrics.csv")] == list("123456")
 
 

@@ -33,7 +33,7 @@ def by_optimizer(rows):
 
 def test_metrics_hold_every_step_of_every_optimizer(finished):
     metrics = by_optimizer(tiny.rows(finished / "metrics.csv"))
-    assert list(metrics) == ["adamw", "muon_moonlight", "orscale"]
+    assert list(metrics) == ["adamw", "muon", "orscale"]
     schedule = learning_rates(tiny.config(**OPTIONS).recipe)
     expected = [float(schedule(step)) for step in range(STEPS)]
     for rows in metrics.values():
@@ -55,9 +55,9 @@ def test_optimizers_share_weights_and_batches(finished):
     first = {rows[0]["train_loss"] for rows in metrics.values()}
     assert len(first) == 1
     second = {name: float(rows[1]["train_loss"]) for name, rows in metrics.items()}
-    # The first ratio is 1: OrScale's first step is Muon+Moonlight's, and not AdamW's.
-    assert second["orscale"] == pytest.approx(second["muon_moonlight"], abs=2e-5)
-    assert second["adamw"] != pytest.approx(second["muon_moonlight"], abs=1e-3)
+    # The first ratio is 1: `orscale` takes the first step of `muon`, and not of AdamW.
+    assert second["orscale"] == pytest.approx(second["muon"], abs=2e-5)
+    assert second["adamw"] != pytest.approx(second["muon"], abs=1e-3)
     last = {name: rows[-1]["train_loss"] for name, rows in metrics.items()}
     assert len(set(last.values())) == 3
 
@@ -87,7 +87,7 @@ def test_measurements_are_taken_now_and_then(finished):
     for row in measured:
         assert float(row["polar_error"]) < 1
         assert 1 <= float(row["momentum_stable_rank"]) <= 16
-    of_muon = tiny.rows(finished / "muon_moonlight" / "history.csv")
+    of_muon = tiny.rows(finished / "muon" / "history.csv")
     assert {row["trust_ratio"] for row in of_muon} == {""}
     assert all(float(row["weight_norm"]) > 0 for row in of_muon)
 
@@ -111,9 +111,9 @@ def test_the_audit_is_of_the_optimizer_of_the_run(finished):
 
     up = "blocks.0.mlp.up.kernel"  # 16×64
     assert rows("orscale")[up].scale == pytest.approx(0.2 * 64**0.5)
-    for name in ("muon", "orscale_vision"):
+    for name in ("muon_unit_scale", "orscale_vision"):
         assert rows(name)[up].scale == 1
-    assert rows("muon")[up].state_bytes == 4 * 16 * 64  # M.
+    assert rows("muon_unit_scale")[up].state_bytes == 4 * 16 * 64  # M.
     assert rows("adamw")[up].rule != "matrix" and rows("adamw")[up].scale is None
     written = {r["path"]: r for r in tiny.rows(finished / "orscale" / "audit.csv")}
     assert written[up]["scale"] == "1.6" and written[up]["state_bytes"]
@@ -121,7 +121,7 @@ def test_the_audit_is_of_the_optimizer_of_the_run(finished):
 
 def test_a_report(finished):
     assert "<html" in (finished / "orscale" / "report" / "report.html").read_text()
-    for name in ("adamw", "muon_moonlight"):  # Nothing of what there is not.
+    for name in ("adamw", "muon"):  # Nothing of what there is not.
         assert not (finished / name / "report").exists()
 
 
@@ -142,9 +142,9 @@ def test_optimizers_come_one_by_one_too(finished, tmp_path_factory, tmp_path):
     """What one does depends on no other."""
     data = tiny.finished_run(tmp_path_factory.getbasetemp())[1]
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "muon_moonlight")
+    shutil.rmtree(tmp_path / "muon")
     (tmp_path / "metrics.csv").unlink()
-    options = OPTIONS | {"optimizer": ("muon_moonlight",)}
+    options = OPTIONS | {"optimizer": ("muon",)}
     assert tiny.main(tiny.arguments(data, tmp_path, **options)) == 0
     again, before = (tiny.rows(out / "metrics.csv") for out in (tmp_path, finished))
     assert [r | {"seconds": ""} for r in again] == [r | {"seconds": ""} for r in before]
@@ -153,7 +153,7 @@ def test_optimizers_come_one_by_one_too(finished, tmp_path_factory, tmp_path):
 # Images.
 
 IMAGES = """
-    --recipe demo-vision --optimizer muon_moonlight --model.widths 4 4 4 4
+    --recipe demo-vision --optimizer muon --model.widths 4 4 4 4
     --model.residual 1 --batch-size 20 --steps 3 --warmup-steps 1 --val-every 2
     --log-every 2 --cutout 4
 """
@@ -166,7 +166,7 @@ def test_images_are_trained_on_and_reported(tmp_path, monkeypatch, capsys):
     rows = tiny.rows(tmp_path / "metrics.csv")
     assert [row["images"] for row in rows] == ["20", "40", "60"]
     assert [bool(row["val_accuracy"]) for row in rows] == [False, True, True]
-    history = tiny.rows(tmp_path / "muon_moonlight" / "history.csv")
+    history = tiny.rows(tmp_path / "muon" / "history.csv")
     assert all("conv" in row["class"] for row in history)
     assert {row["step"] for row in history} == {"2"}
     shown = capsys.readouterr().out
