@@ -17,7 +17,14 @@ from examples.track0.entries import ENTRIES
 from examples.track0.factories import check, find_factory
 from examples.track0.losses import Losses
 from examples.track0.prose import write_prose
-from examples.track0.row import GUESS, SEARCH_SEEDS, Cell, fresh_seeds, lookup, make_row
+from examples.track0.row import (
+    GUESS,
+    SEARCH_SEEDS,
+    Cell,
+    fresh_seeds,
+    make_row,
+    stored_row,
+)
 from examples.track0.runs import Rates, Run
 from examples.track0.table import STORED, Entry, markdown, stored_entries
 from examples.track0.workers import workers
@@ -80,7 +87,7 @@ def reference_here(
     Two seeds of each workload are run again. Where one of them differs by more than
     `NEAR`, all seeds are.
     """
-    known, found = make_row(WORKLOADS, lookup(Losses(stored))), {}
+    known, found = stored_row(Losses(stored)), {}
     with workers(REFERENCE, WORKLOADS, here, 2 * len(known), processes) as runs:
         for name, cell in known.items():
             seeds = fresh_seeds(WORKLOADS[name])

@@ -62,9 +62,14 @@ class Losses:
         return key in self._runs
 
     def __getitem__(self, key: Key) -> Run:
-        if key not in self._runs:
-            raise UsageError(f"{self.path} has no run of {key}.")
         return self._runs[key]
+
+    def last_rates(self, workload: str, seed: int) -> Rates:
+        """The rates at which this seed was trained last."""
+        found = [key[1] for key in self._runs if (key[0], key[2]) == (workload, seed)]
+        if not found:
+            raise UsageError(f"{self.path} has no run of seed {seed} on {workload}.")
+        return found[-1]
 
     def add(self, key: Key, run: Run) -> None:
         self._runs[key] = run

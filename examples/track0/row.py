@@ -10,7 +10,7 @@ from examples.pretrain.errors import UsageError
 from examples.track0.losses import Losses
 from examples.track0.runs import Rates, Run, uniform_guess
 from examples.track0.search import search
-from examples.track0.workloads import Workload
+from examples.track0.workloads import WORKLOADS, Workload
 
 SEARCH_SEEDS = (900, 901)
 FIRST_FRESH_SEED = 1000
@@ -71,11 +71,15 @@ def make_row(
         return dict(zip(workloads, threads.map(cell, workloads), strict=True))
 
 
-def lookup(losses: Losses) -> Runs:
-    """The runs of a table that has all of them."""
-    return lambda name, points, seeds: [
-        [losses[name, rates, seed] for seed in seeds] for rates in points
-    ]
+def stored_row(losses: Losses) -> dict[str, Cell]:
+    """The row of a table that has all runs."""
+
+    def cell(name: str) -> Cell:
+        seeds = fresh_seeds(WORKLOADS[name])
+        rates = losses.last_rates(name, seeds[-1])
+        return Cell(rates, [losses[name, rates, seed] for seed in seeds])
+
+    return {name: cell(name) for name in WORKLOADS}
 
 
 def fresh_seeds(workload: Workload) -> range:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from examples.pretrain.errors import UsageError
 from examples.track0.runs import Rates
 
-MOST_POINTS = 12
+MOST_POINTS = 24
 REGRET = 0.0033  # Standard deviation over the surfaces, in nats.
 LossesAt = Callable[[Sequence[Rates]], Sequence[float]]
 Exponents = tuple[int, int]  # Powers of 2 that multiply the rates of the guess.

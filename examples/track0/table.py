@@ -11,7 +11,7 @@ from scipy import stats
 from examples.track0.entries import ENTRIES
 from examples.track0.factories import find_factory
 from examples.track0.losses import Losses
-from examples.track0.row import Cell, lookup, make_row
+from examples.track0.row import Cell, stored_row
 from examples.track0.runs import Program
 from examples.track0.search import REGRET
 from examples.track0.workloads import TEXTS, WORKLOADS
@@ -109,7 +109,7 @@ def stored_entries() -> dict[str, Entry]:
     entries = {}
     for path in sorted(STORED.glob("*.csv")):
         losses = Losses(path)
-        entries[path.stem] = Entry(losses.entry, make_row(WORKLOADS, lookup(losses)))
+        entries[path.stem] = Entry(losses.entry, stored_row(losses))
     return entries
 
 

@@ -15,7 +15,7 @@ import jax
 
 from examples.track0.factories import find_factory
 from examples.track0.losses import Losses, facts_of
-from examples.track0.row import Runs, lookup
+from examples.track0.row import Runs
 from examples.track0.runs import Program, Rates, Run
 from examples.track0.workloads import Workload
 
@@ -54,7 +54,7 @@ def workers(
                     f"{name}, rates {rates.matrices:g} and {rates.others:g}, seed "
                     f"{seed}: {run.loss:.4f} nats. About {left:.0f} minutes are left."
                 )
-        return lookup(losses)(name, points, seeds)
+        return [[losses[name, rates, seed] for seed in seeds] for rates in points]
 
     context = multiprocessing.get_context("spawn")
     cores = context.Queue()

@@ -169,8 +169,9 @@ def test_a_table_of_losses_survives_a_kill(tmp_path):
     again = Losses(path, facts)
     assert again.entry == MUON
     assert [again[key] for key in KEYS[:2]] == RUNS[:2] and KEYS[2] not in again
-    with pytest.raises(UsageError, match="has no run of"):
-        again[KEYS[2]]
+    assert again.last_rates("code", 1) == KEYS[1][1]
+    with pytest.raises(UsageError, match="has no run of seed 2 on code"):
+        again.last_rates("code", 2)
     again.add(KEYS[2], RUNS[2])
     assert path.read_bytes() == whole
     assert len(path.read_text().splitlines()) == 2 + len(KEYS)
