@@ -5,8 +5,7 @@ for a small result such as its ratio, and a kernel takes longer to launch than t
 
 A GPU reduces a large matrix in two kernels, the second of which has next to nothing to
 do. Here each large array is reduced along its last axis first; then one kernel finishes
-all arrays of one shape, instead of one kernel for each. Small arrays of one shape are
-stacked and reduced by one kernel.
+all arrays of one shape. Small arrays of one shape are stacked and reduced by one kernel.
 """
 
 import math
@@ -44,29 +43,31 @@ def fuse_small_on_gpu(xs: Sequence[jax.Array]) -> list[jax.Array]:
 def read_together(xs: Sequence[jax.Array], like: Sequence[jax.Array]) -> list[jax.Array]:
     """The same arrays; accelerators read vectors, which must be replicated, together.
 
-    One kernel reads those that belong to arrays ``like`` of one shape. Otherwise a TPU
-    would take a kernel for each, and so would a GPU, to copy what is then replaced.
+    Otherwise a TPU would take a kernel for each, and so would a GPU, to copy what is then
+    replaced. A GPU reads those together that belong to arrays ``like`` of one shape.
     """
-    results = [*xs]
-    vectors: dict[Any, list[int]] = {}
-    for i, x in enumerate(xs):
-        if x.ndim == 1:
-            vectors.setdefault(like[i].shape, []).append(i)
-    for members in vectors.values():
-        if len(members) > 1:
-            some = [xs[i] for i in members]
-            read = jax.lax.platform_dependent(some, cpu=list, default=_as_slices)
-            for i, x in zip(members, read, strict=True):
-                results[i] = x
-    return results
+    vectors = {i: x for i, x in enumerate(xs) if x.ndim == 1}
+    if len(vectors) < 2:
+        return [*xs]
+    shapes = [like[i].shape for i in vectors]
+
+    def in_a_row(xs: Sequence[jax.Array]) -> Any:  # A TPU copies what it stacks.
+        row = jax.lax.optimization_barrier(jnp.concatenate(xs))
+        return [*jax.lax.split(row, [x.size for x in xs])]
+
+    on: dict[str, Any] = {"cpu": list, "default": in_a_row}
+    on |= dict.fromkeys(GPUS, lambda xs: _as_slices(xs, shapes))
+    read = jax.lax.platform_dependent([*vectors.values()], **on)
+    vectors |= zip(vectors, read, strict=True)
+    return [vectors.get(i, x) for i, x in enumerate(xs)]
 
 
-def _as_slices(xs: Sequence[jax.Array]) -> list[jax.Array]:
-    """The same arrays; small ones of one type are slices of a common array."""
+def _as_slices(xs: Sequence[jax.Array], like: Sequence[Any] = ()) -> list[jax.Array]:
+    """The same arrays; small ones of one type, and of one ``like``, are slices of one."""
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(xs):
         if x.size <= _SMALL:
-            alike.setdefault(jax.typeof(x), []).append(i)
+            alike.setdefault((jax.typeof(x), *like[i : i + 1]), []).append(i)
     results = [*xs]
     for members in alike.values():
         for start in range(0, len(members), _ARRAYS):
@@ -76,8 +77,7 @@ def _as_slices(xs: Sequence[jax.Array]) -> list[jax.Array]:
             # The first one twice, so that the stack is not read whole: XLA would compute
             # everything at once, and cut the result with a kernel for each.
             stack = jnp.stack([xs[i] for i in (*some, some[0])])
-            stack = jax.lax.optimization_barrier(stack)
-            for i, x in zip(some, stack, strict=False):
+            for i, x in zip(some, jax.lax.optimization_barrier(stack), strict=False):
                 results[i] = x
     return results
 
