@@ -28,8 +28,7 @@ from orscale_jax.trees.names import Path, by_name, listed, names_on
 from orscale_jax.trees.nodes import nodes_of
 
 _NUMBERS = "numbers"  # The field of the ratio's state that holds NUMBERS.
-# The fields of scales, and of the codes that they belong to.
-_CODES = {TRACE_SCALE: TRACE, "mu_scale": "mu", "nu_scale": "nu"}
+_CODES = {TRACE_SCALE: TRACE, "mu_scale": "mu", "nu_scale": "nu"}  # Of the scales.
 _COUNTS = frozenset({"count", "gradient_step", "mini_step"})
 _MOMENTS = frozenset({TRACE, "mu", "nu"})
 # Fields of states that hold arguments: of optax.contrib.muon and of schedule_free. Those

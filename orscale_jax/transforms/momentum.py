@@ -18,7 +18,7 @@ from orscale_jax.newton_schulz.arithmetic import largest_magnitude
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import Matrices
-from orscale_jax.trees.boxes import PyTree, box_like, unbox
+from orscale_jax.trees.boxes import PyTree, box_like, is_box, unbox
 from orscale_jax.trees.nodes import is_masked
 
 #: The fields of :class:`Int8TraceState`; the first one is also that of Optax's state.
@@ -26,9 +26,8 @@ TRACE, TRACE_SCALE = "trace", "trace_scale"
 
 #: Entries that share a scale, along one axis.
 BLOCK = 32
-#: The code of a scale, by the codes' dtype. −128 is left out, so that x and −x have
-#: opposite codes. An entry may be larger than its scale by :math:`2^{-8}` of it: 255.
-CODE_OF_SCALE = {jnp.dtype(jnp.int8): 127, jnp.dtype(jnp.uint8): 254}
+#: The largest code. −128 is left out, so that x and −x have opposite codes.
+LARGEST_CODE = {jnp.dtype(jnp.int8): 127, jnp.dtype(jnp.uint8): 255}
 #: The smallest scale. Its quotient by 127 and the inverse of that are normal floats,
 #: which no platform flushes to zero.
 SMALLEST_SCALE = 2.0**-119
@@ -75,17 +74,16 @@ class Int8AdamState(NamedTuple):
     32 neighbours are a block, with a scale s for each of the two moments. They lie along
     the shorter one of the last two axes, the longer one if that has less than 32 entries,
     so that two tokens of an embedding or a head share no block. The first moment is
-    rounded as :class:`Int8TraceState` says, and so is the root of the second moment ν, to
-    codes q from 1 on, so that no denominator vanishes: :math:`\nu = (s q / 254)^2`. The
-    root differs by at most s / 508, or by s / 254 where it is below that. A step uses the
-    moments before they are rounded. Leaves of fewer than two axes and complex ones keep
-    floats, and have ``optax.MaskedNode()`` in place of scales. From
-    :math:`\beta_2 = 0.996` on, rounding would keep each root from falling. FlashOptim
-    (arXiv:2602.23349) keeps the root in 8 bits, too.
+    rounded as :class:`Int8TraceState` says. Of the second moment ν the root is rounded,
+    by less than s / 254, to a code q that is not 0: :math:`\nu = (s q / 255)^2`. A step
+    uses the moments before they are rounded. From :math:`\beta_2 = 0.996` on, rounding
+    would keep each root from falling. FlashOptim (arXiv:2602.23349) keeps roots, too.
+    Leaves of fewer than two axes and complex ones keep floats, with masks for scales.
     """
 
     count: jax.Array  # type: ignore[assignment]
-    mu: PyTree  # The codes in the parameters' shapes, of dtype int8, and of nu uint8.
+    #: The codes in the parameters' shapes, of dtype int8 for mu and uint8 for nu.
+    mu: PyTree
     nu: PyTree
     #: The scales in dtype bfloat16, with one axis that is 32 times shorter, rounded up.
     mu_scale: PyTree
@@ -147,16 +145,18 @@ def int8_adam_stage(adam: optax.GradientTransformation) -> optax.GradientTransfo
             small = np.ndim(leaf) < 2 or jnp.iscomplexobj(leaf)
             return leaf if small else jnp.zeros_like(leaf, jnp.int8)
 
-        def scales(mu: jax.Array) -> Any:
-            small = mu.dtype != jnp.int8
-            return optax.MaskedNode() if small else _zero_scales(mu, adam_axis(mu.shape))
+        def scales(node: Any) -> Any:
+            if (mu := unbox(node)).dtype != jnp.int8:
+                return optax.MaskedNode()
+            return box_like(_zero_scales(mu, adam_axis(mu.shape)), node, tuple)
 
         count, mu, nu = adam.init(jax.tree.map(codes, params))
         # For optax.tree.map_params, as in Matrices.scalars.
         if type(params).__name__ == "_ParamsPlaceholder":
             return Int8AdamState(count, mu, nu, jnp.ones(()), jnp.ones(()))
         nu = jax.tree.map(lambda x: x.astype(jnp.uint8) if x.dtype == jnp.int8 else x, nu)
-        return Int8AdamState(count, mu, nu, *2 * [jax.tree.map(scales, mu)])
+        both = [jax.tree.map(scales, mu, is_leaf=is_box)] * 2
+        return Int8AdamState(count, mu, nu, *both)
 
     def floats(grad: jax.Array, codes: jax.Array, scales: Any) -> jax.Array:
         return codes if is_masked(scales) else decode(codes, scales, grad.dtype)
@@ -301,11 +301,12 @@ def _encode_pieces(
     scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
     known = scales > 0
     inverse = jnp.where(known, scales, 1).astype(pieces.dtype)
-    inverse = jnp.where(known, CODE_OF_SCALE[jnp.dtype(dtype)] / inverse, 0)
+    inverse = jnp.where(known, LARGEST_CODE[jnp.dtype(dtype)] / inverse, 0)
     inverse = jnp.expand_dims(_of_pieces(inverse, like, axis), axis + 1)
     codes = jnp.round(pieces * inverse)
-    if dtype == jnp.uint8:
-        codes = jnp.maximum(codes, jnp.sign(inverse))
+    if dtype == jnp.uint8:  # Decoded, the largest entry of a block has the same scale.
+        largest = jax.lax.reduce_precision(pieces, 8, 7) * inverse > 254.5
+        codes = jnp.where(largest, 255, jnp.maximum(codes, jnp.sign(inverse)))
     return jnp.where(jnp.isnan(codes), 0, codes).astype(dtype), scales
 
 
@@ -317,7 +318,7 @@ def _decode_pieces(
     # it would store the step of every entry.
     pieces = jax.lax.optimization_barrier(_split(codes, axis)).astype(dtype)
     # XLA replaces a division by this multiplication, but not in all programs.
-    steps = scales.astype(dtype) * jnp.asarray(1 / CODE_OF_SCALE[codes.dtype], dtype)
+    steps = scales.astype(dtype) * jnp.asarray(1 / LARGEST_CODE[codes.dtype], dtype)
     return pieces * jnp.expand_dims(_of_pieces(steps, codes, axis), axis + 1)
 
 
