@@ -48,23 +48,31 @@ def program(name: str, bits: int, options: dict[str, Any]) -> Program:
     return Program(dataclasses.replace(short, config=config), optimizer)
 
 
+def mean(differences: np.ndarray) -> str:
+    error = float(stats.sem(differences))
+    return str(Difference(float(np.mean(differences)), error, differences.size - 1))
+
+
 def main() -> None:
     path = STORED.parent / "low_memory" / "bits.csv"
     losses = Losses(path, None if path.exists() else "examples.track0.low_memory")
-    write_prose()
+    print("| workload | variant | loss | minus float32 | minus 32-bit weights |")
+    print("|---|---|--:|--:|--:|")
     for name, rates in RUNS.items():
-        reference = np.zeros(())
-        for variant, chosen in VARIANTS.items():
+        finals: dict[str, np.ndarray] = {}
+        for variant, (bits, options) in VARIANTS.items():
             keys = [(f"{name}: {variant}", rates, seed) for seed in SEEDS]
             if missing := [key for key in keys if key not in losses]:
-                run = program(name, *chosen).run
+                write_prose()
+                run = program(name, bits, options).run
                 for key in missing:
                     losses.add(key, run(*key[1:]))
             found = np.array([losses[key].loss for key in keys])
-            reference = found if variant == "float32" else reference
-            error = float(stats.sem(found - reference))
-            mean = Difference(float(np.mean(found - reference)), error, len(SEEDS) - 1)
-            print(f"| {name} | {variant} | {found.mean():.4f} | {mean} |", flush=True)
+            cells = [mean(found - finals["float32"])] if finals else [""]
+            cells += [mean(found - finals["32-bit weights"])] if bits == 8 else [""]
+            row = [name, variant, f"{found.mean():.4f}", *cells]
+            print(f"| {' | '.join(row)} |", flush=True)
+            finals[variant] = found
 
 
 if __name__ == "__main__":
