@@ -16,6 +16,7 @@ table         intervals, verdicts and the table of all rows
 figure        the picture of all rows
 prose         the text of one workload
 entries       the optimizers of the table
+low_memory    what 24-bit weights and 8-bit moments cost in loss (``docs/memory.md``)
 mixed_emas    momentum of several timescales (bi-Maxwell, K-Maxwell)
 blend         Q minus a part of the momentum (Contra-Muon)
 neuron_floor  the update of each neuron is not small beside its weights (RowFloor)
