@@ -1,0 +1,203 @@
+"""A decoder of Llama's shape whose training step never holds the gradients.
+
+    python -m examples.gallery.one_layer_at_a_time     # a minute; loss 0.2
+
+vjp_layers steps each layer in the backward pass, as soon as its gradients are known. The
+embedding and the head are cut into pieces of the vocabulary, and vjp_layers steps these
+one after the other, too: neither the logits of all words nor the gradient of a whole
+table exist. Weights have 16 bits more in the state, and the momentum of matrices has 8.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from orscale_jax import init_layers, keep_master_weights, muon, vjp_layers
+
+
+class Sizes(NamedTuple):
+    """Of a decoder. The vocabulary is a multiple of the pieces, and they of 32 rows."""
+
+    layers: int
+    width: int
+    heads: int
+    key_value_heads: int
+    hidden: int
+    vocabulary: int
+    pieces: int
+
+
+LLAMA_3_8B = Sizes(32, 4096, 32, 8, 14_336, 128_256, 24)
+SMALL = Sizes(4, 64, 4, 2, 192, 128, 4)
+
+
+def make_optimizer(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    return keep_master_weights(muon(rate, mu_dtype="int8"))
+
+
+def shapes(sizes: Sizes) -> dict[str, Any]:
+    """Of the parameters: layers and pieces are along the first axis."""
+    d, pieces = sizes.width, (sizes.pieces, sizes.vocabulary // sizes.pieces, sizes.width)
+    kv = sizes.key_value_heads * d // sizes.heads
+    layer = {
+        "attention_norm": (d,), "query": (d, d), "key": (d, kv), "value": (d, kv),
+        "out": (d, d), "mlp_norm": (d,), "gate": (d, sizes.hidden),
+        "up": (d, sizes.hidden), "down": (sizes.hidden, d),
+    }  # fmt: skip
+    return {
+        "embedding": {"embedding": pieces},
+        "layers": {name: (sizes.layers, *shape) for name, shape in layer.items()},
+        "norm": {"scale": (d,)},
+        "head": {"lm_head": pieces},
+    }
+
+
+def init_params(sizes: Sizes, key: jax.Array) -> dict[str, Any]:
+    def draw(path: Any, shape: tuple[int, ...]) -> jax.Array:
+        name = path[-1].key
+        if "norm" in name or name == "scale":
+            return jnp.ones(shape, jnp.bfloat16)
+        fan_in = 2500 if name == "embedding" else shape[-2 if name != "lm_head" else -1]
+        seed = sum(map(ord, name))
+        x = jax.random.normal(jax.random.fold_in(key, seed), shape, jnp.bfloat16)
+        return x * fan_in**-0.5
+
+    is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
+    return jax.tree.map_with_path(draw, shapes(sizes), is_leaf=is_shape)
+
+
+def init_state(optimizer: optax.GradientTransformation, params: Any) -> dict[str, Any]:
+    state = {
+        name: init_layers(optimizer, params[name])
+        for name in ("embedding", "layers", "head")
+    }
+    return {**state, "norm": optimizer.init(params["norm"])}
+
+
+def norm(scale: jax.Array, x: jax.Array) -> jax.Array:
+    y = x.astype(jnp.float32)
+    y *= jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5)
+    return y.astype(x.dtype) * scale
+
+
+def rotated(x: jax.Array) -> jax.Array:
+    """Queries or keys (tokens, heads, size) turned by their positions (RoPE)."""
+    half = x.shape[-1] // 2
+    angles = jnp.arange(len(x))[:, None] * 500_000.0 ** (-jnp.arange(half) / half)
+    cos, sin = (f(angles)[:, None].astype(x.dtype) for f in (jnp.cos, jnp.sin))
+    left, right = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+@jax.checkpoint
+def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """One head of one sequence: (tokens, size) each."""
+    scores = jnp.einsum("td,sd->ts", query, key, preferred_element_type=jnp.float32)
+    scores = jnp.where(jnp.tri(len(query), dtype=bool), scores, -1e9)
+    weights = jax.nn.softmax(scores * query.shape[-1] ** -0.5)
+    return weights.astype(value.dtype) @ value
+
+
+def layer(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
+    """A layer for (batch, tokens, width): its intermediates are those of one sequence."""
+    groups, size = sizes.key_value_heads, sizes.width // sizes.heads
+
+    def of_sequence(x: jax.Array) -> jax.Array:
+        h = norm(params["attention_norm"], x)
+        q, k, v = (h @ params[name] for name in ("query", "key", "value"))
+        q, k = (rotated(a.reshape(len(x), -1, size)) for a in (q, k))
+        q = q.reshape(len(x), groups, -1, size).transpose(1, 2, 0, 3)
+        k, v = (a.reshape(len(x), groups, size).swapaxes(0, 1) for a in (k, v))
+        mixed = jax.lax.map(
+            lambda g: jax.lax.map(lambda q: attend(q, *g[1:]), g[0]), (q, k, v)
+        )
+        x += mixed.transpose(2, 0, 1, 3).reshape(x.shape) @ params["out"]
+        h = norm(params["mlp_norm"], x)
+        return x + (jax.nn.silu(h @ params["gate"]) * (h @ params["up"])) @ params["down"]
+
+    return jax.lax.map(of_sequence, x)
+
+
+def in_piece(table: jax.Array, words: jax.Array, first: jax.Array) -> Any:
+    """The rows of the words in a piece whose first row is known, and which words it has."""
+    rows = words - first.astype(int)
+    inside = (rows >= 0) & (rows < len(table))
+    return jnp.clip(rows, 0, len(table) - 1), inside
+
+
+def lookup(words: jax.Array, params: Any, carry: Any) -> Any:
+    """Add the rows of the words that a piece of the embedding has."""
+    x, first = carry
+    table = params["embedding"]
+    rows, inside = in_piece(table, words, first)
+    return x + jnp.where(inside[..., None], table[rows], 0), first + len(table)
+
+
+def classify(words: jax.Array, params: Any, carry: Any) -> Any:
+    """Add the words of a piece of the head to logsumexp; pick the logits of the labels."""
+    x, total, picked, first = carry
+    table = params["lm_head"]
+    logits = jnp.einsum(
+        "btd,vd->btv", x.astype(table.dtype), table, preferred_element_type=jnp.float32
+    )
+    rows, inside = in_piece(table, words, first)
+    own = jnp.take_along_axis(logits, rows[..., None], -1)[..., 0]
+    total = jnp.logaddexp(total, jax.nn.logsumexp(logits, -1))
+    return x, total, picked + jnp.where(inside, own, 0), first + len(table)
+
+
+def train_step(
+    optimizer: optax.GradientTransformation, sizes: Sizes, params: Any, state: Any, batch: Any
+) -> tuple[Any, Any, jax.Array, jax.Array]:
+    """The parameters and the state after a step; the loss and the gradients' norm."""
+
+    def stepped(name: str, function: Any, x: Any) -> Any:
+        return vjp_layers(function, optimizer, params[name], state[name], x)
+
+    words, labels = batch[:, :-1], batch[:, 1:]
+    zero, zeros = jnp.float32(0), jnp.zeros(words.shape)
+    x = jnp.zeros((*words.shape, sizes.width), params["norm"]["scale"].dtype)
+    (x, _), of_table = stepped("embedding", functools.partial(lookup, words), (x, zero))
+    x, of_layers = stepped("layers", functools.partial(layer, sizes), x)
+    x, of_norm = jax.vjp(norm, params["norm"]["scale"], x)
+    # The gradient of x is a sum over the pieces: in float32.
+    start = x.astype(jnp.float32), zeros - jnp.inf, zeros, zero
+    end, of_head = stepped("head", functools.partial(classify, labels), start)
+    loss, pulled = jax.value_and_grad(lambda end: jnp.mean(end[1] - end[2]))(end)
+
+    after, states, squares = {}, {}, {}
+    (dx, *_), after["head"], states["head"], squares["head"] = of_head(pulled)
+    d_scale, dx = of_norm(dx.astype(x.dtype))
+    dx, after["layers"], states["layers"], squares["layers"] = of_layers(dx)
+    _, after["embedding"], states["embedding"], squares["table"] = of_table((dx, zero))
+    updates, states["norm"] = optimizer.update(
+        {"scale": d_scale}, state["norm"], params["norm"]
+    )
+    after["norm"] = optax.apply_updates(params["norm"], updates)
+    return after, states, loss, sum(squares.values()) ** 0.5
+
+
+def main(steps: int = 200, sizes: Sizes = SMALL) -> tuple[list[float], Any, Any]:
+    """The losses, and the parameters and the state after the last step."""
+    optimizer = make_optimizer(optax.warmup_cosine_decay_schedule(0, 0.02, 20, steps))
+    params = init_params(sizes, jax.random.key(0))
+    state = init_state(optimizer, params)
+    step = jax.jit(
+        functools.partial(train_step, optimizer, sizes), donate_argnums=(0, 1)
+    )
+    losses = []
+    for key in jax.random.split(jax.random.key(1), steps):
+        start, stride = jax.random.randint(key, (2, 16, 1), 0, sizes.vocabulary)
+        batch = (start + stride % 4 * jnp.arange(33)) % sizes.vocabulary
+        params, state, loss, _ = step(params, state, batch)
+        losses.append(float(loss))
+    return losses, params, state
+
+
+if __name__ == "__main__":
+    losses, params, _ = main()
+    print(f"loss {losses[0]:.3f} → {losses[-1]:.3f}")
+    print(f"query: {params['layers']['query'].shape}, {params['layers']['query'].dtype}")
