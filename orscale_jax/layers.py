@@ -1,5 +1,6 @@
 """A scan over layers whose backward pass steps them, and holds one layer's gradients."""
 
+import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
@@ -20,23 +21,22 @@ def init_layers(
 ) -> optax.OptState:
     """Make the state of stacked layers for :func:`vjp_layers`.
 
-    It is the state of one layer with a new leading axis: ``jax.vmap(optimizer.init)``. To
-    see that the step of a parameter does not depend on other gradients, the optimizer
-    steps a small copy of one layer, once for each leaf, whose gradient is NaN. This
-    compiles a small program.
+    It compiles and runs a small program, which finds out whether the step of a parameter
+    depends on the gradient of another one.
 
     Args:
-      optimizer: Any Optax optimizer whose step of a parameter depends on no gradient but
-        its own. It sees the names and shapes of one layer.
+      optimizer: Any Optax optimizer that steps each parameter by its own gradient. It
+        sees the names and the shapes of one layer.
       stacked_params: The parameters of L layers, stacked along one axis of each leaf.
-      axis: The axis of the layers. MaxText's is 1 (``param_scan_axis``).
+      axis: The axis of the layers, which is 1 in MaxText (``param_scan_axis``).
 
     Returns:
-      The state. Each array has shape (L, ...), also the counts of schedules.
+      ``jax.vmap(optimizer.init)``: each array has shape (L, ...), also a count.
 
     Raises:
-      ValueError: If the leaves do not have the same number of layers; if a step depends
-        on the gradient of another parameter; or if the state has accumulated gradients.
+      ValueError: If the leaves have other numbers of layers, if a step depends on the
+        gradient of another parameter, or if the state is that of
+        :func:`optax.apply_if_finite` or :class:`optax.MultiSteps`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -46,8 +46,10 @@ def init_layers(
       (12, 64, 64)
     """
     validate.transformation("optimizer", optimizer)
-    _number_of_layers(stacked_params, axis)
-    _require_separate_steps(optimizer, _one_layer(stacked_params, axis))
+    _, one = _number_and_first(stacked_params, axis)
+    # In a thread of its own nothing is traced, and no mesh is set.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        thread.submit(_require_separate_steps, optimizer, one).result()
     return jax.vmap(optimizer.init, in_axes=axis)(stacked_params)
 
 
@@ -60,49 +62,41 @@ def vjp_layers(
     *,
     axis: int = 0,
 ) -> tuple[Any, Callable[..., tuple[Any, PyTree, optax.OptState, jax.Array]]]:
-    """Apply stacked layers one after the other; the pullback also steps them.
+    """Apply layers one after the other, with a pullback that steps them.
 
-    It is :func:`jax.vjp` of a scan over the layers, except that the pullback steps each
-    layer as soon as its gradients are known, and does not return them. The gradients of
-    one layer exist at a time. The forward pass keeps the input of each layer, and the
-    pullback computes the layer again, as with :func:`jax.checkpoint`.
-
-    Call it inside :func:`jax.jit`, and donate the parameters and the state, so that the
-    steps happen in place. Afterwards use only the new ones.
+    It is :func:`jax.vjp` of a scan, except that the pullback does not return the
+    gradients of a layer: it steps the layer by them. The inputs of layers are kept, and
+    the rest is computed again, as with :func:`jax.checkpoint`. Donate parameters and
+    state to :func:`jax.jit`, and use only the new ones after ``pull``.
 
     Args:
-      layer: ``layer(params, x)`` is the output of a layer with the parameters of this
-        layer. It has the shapes and dtypes of ``x``. Whatever else has a gradient must be
-        a leaf of ``x``, which each layer may return unchanged. ``layer`` may close over
-        integers, masks and constants.
-      optimizer: The optimizer that made the state: see :func:`init_layers`.
+      layer: ``layer(params, x)`` returns the output of a layer, of the shapes and dtypes
+        of ``x``. It may close over integers, booleans and constants.
+      optimizer: The optimizer that :func:`init_layers` was given.
       stacked_params: The parameters of L layers, stacked along one axis of each leaf.
-      stacked_state: The state that :func:`init_layers` or the last step has made.
-      x: The input of the first layer: a tree of floating-point arrays.
+      stacked_state: What :func:`init_layers` or the last ``pull`` has returned.
+      x: The input of the first layer: floating-point arrays. Leaves that ``layer``
+        returns unchanged, such as shared parameters, are kept only once.
       axis: The axis of the layers in the parameters.
 
     Returns:
-      The output of the last layer, and ``pull``. ``dx, params, state, square = pull(dy)``
-      takes the gradient by the output, and returns the gradient by ``x``, the stepped
-      parameters and their state, and the squared norm of all gradients of the layers, a
-      float32 scalar. ``pull(dy, step=False)`` leaves the parameters and the state as
-      they are. Gradients are linear in ``dy``, so clipping by a global norm is
-      ``pull(dy, step=False)``, and then ``pull(scale * dy)``.
+      The output of the last layer, and ``pull``. Given the gradient by this output,
+      ``dx, params, state, square = pull(dy)`` returns the gradient by ``x``, the stepped
+      parameters, their state, and the squared norm of all gradients in float32.
+      ``pull(dy, step=False)`` steps nothing. Gradients are linear in ``dy``: to clip
+      them, measure the norm without a step, and then call ``pull(scale * dy)``.
 
     Raises:
-      TypeError: If ``x`` has a leaf that is not floating-point, or the output of ``layer``
-        has other shapes or dtypes than ``x``.
+      TypeError: If a leaf of ``x`` is not floating-point, or not returned by ``layer``.
       ValueError: If ``layer`` closes over a traced floating-point array, whose gradient
-        would be lost. An array that is not traced, such as a weight that a jitted
-        function takes from the module around it, is a constant, as for :func:`jax.grad`.
-        Also if the leaves do not have the same number of layers, or the state does not fit
-        them.
+        would be lost, if the leaves have other numbers of layers, or if the state is of
+        another optimizer. As in :func:`jax.grad`, arrays that are not traced are
+        constants, and nobody can tell whether one of them is a parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from orscale_jax import init_layers, muon, vjp_layers
-      >>> params, x = {"w": jnp.stack([jnp.eye(4)] * 3)}, jnp.ones((2, 4))
-      >>> optimizer = muon(0.1)
+      >>> optimizer, params = muon(0.1), {"w": jnp.stack([jnp.eye(4)] * 3)}
       >>> @jax.jit
       ... def train_step(params, state, x):
       ...     y, pull = vjp_layers(lambda p, x: x @ p["w"], optimizer, params, state, x)
@@ -111,177 +105,128 @@ def vjp_layers(
       ...     return params, state, loss
       >>> state = init_layers(optimizer, params)
       >>> for _ in range(3):
-      ...     params, state, loss = train_step(params, state, x)
+      ...     params, state, loss = train_step(params, state, jnp.ones((2, 4)))
       >>> bool(loss < 1)
       True
 
     References:
       Lv et al. 2023, *Full Parameter Fine-tuning for Large Language Models with Limited
-      Resources* (LOMO), arXiv:2306.09782, steps parameters in the backward pass by SGD.
+      Resources*, arXiv:2306.09782, steps by SGD in the backward pass (LOMO).
     """
-    count = _number_of_layers(stacked_params, axis)
-    first = _one_layer(stacked_params, axis)
-    _require_layer(layer, first, x)
+    count, one = _number_and_first(stacked_params, axis)
     wanted = jax.eval_shape(jax.vmap(optimizer.init, in_axes=axis), stacked_params)
     try:
         require_state(*unbox((stacked_state, wanted, stacked_params)))
     except ValueError as error:
-        raise ValueError(
-            f"pass the state of init_layers(optimizer, stacked_params): {error}"
-        ) from None
-
-    # Leaves of x that each layer returns unchanged are kept once.
-    structure = jax.tree.structure(x)
-    jaxpr = jax.make_jaxpr(layer)(first, x).jaxpr
-    given = jaxpr.invars[-structure.num_leaves :]
-    same = [a is b for a, b in zip(given, jaxpr.outvars, strict=True)]
-
-    def changing(x: Any) -> list[Any]:
-        return [a for a, kept in zip(jax.tree.leaves(x), same, strict=True) if not kept]
+        message = "pass the state of init_layers(optimizer, stacked_params)"
+        raise ValueError(f"{message}: {error}") from None
+    _require_gradients(layer, one, x)
+    # Leaves of x that are returned unchanged are not stacked.
+    jaxpr, (leaves, tree) = jax.make_jaxpr(layer)(one, x).jaxpr, jax.tree.flatten(x)
+    inputs_of_jaxpr = jaxpr.invars[-len(leaves) :]
+    same = [a is b for a, b in zip(inputs_of_jaxpr, jaxpr.outvars, strict=False)]
 
     def forward(x: Any, i: Any) -> tuple[Any, Any]:
-        return layer(_take(stacked_params, i, axis), x), changing(x)
+        pairs = zip(jax.tree.leaves(x), same, strict=True)
+        return layer(_take(stacked_params, i, axis), x), [
+            None if s else a for a, s in pairs
+        ]
 
     y, inputs = jax.lax.scan(forward, x, jnp.arange(count))
 
-    def input_of(i: Any) -> Any:
-        saved = iter(_take(inputs, i))
-        both = zip(jax.tree.leaves(x), same, strict=True)
-        return structure.unflatten(a if kept else next(saved) for a, kept in both)
+    def read(params: PyTree, state: optax.OptState, i: Any) -> Any:
+        pairs = zip(leaves, _take(inputs, i), strict=True)
+        x = jax.tree.unflatten(tree, [a if b is None else b for a, b in pairs])
+        return _take(params, i, axis), _take(state, i), x
 
     def pull(dy: Any, *, step: bool = True) -> Any:
-        def read(params: PyTree, state: optax.OptState, i: Any) -> tuple[PyTree, Any]:
-            return _take(params, i, axis), _take(state, i)
-
         def back(j: Any, carry: Any) -> Any:
-            # What is read of the stacks is carried. If it were read in the same iteration
-            # that writes, XLA would read it anew for each use, and so copy the stacks.
-            dy, params, state, square, (p, s) = carry
+            # What is read is carried. If it were read where the stacks are written, XLA
+            # would read it anew for each use, also after the writing, and copy stacks.
+            dy, params, state, square, (p, s, x) = carry
             i = count - 1 - j
-            grads, dx = jax.vjp(layer, p, input_of(i))[1](dy)
-            square += _squared_norm(grads)
-            if step:  # Once dx is known, nothing else of the layer is needed.
-                grads, dx = _barrier((grads, dx))
+            # The step waits for dx: then no other intermediate of the layer is needed.
+            grads, dx = jax.lax.optimization_barrier(jax.vjp(layer, p, x)[1](dy))
+            for g in jax.tree.leaves(grads):
+                square += jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32)))
+            if step:
                 updates, s = optimizer.update(grads, s, p)
-                p = optax.apply_updates(p, updates)
-                params, state = _put(params, p, i, axis), _put(state, s, i)
+                params = _put(params, optax.apply_updates(p, updates), i, axis)
+                state = _put(state, s, i)
             return dx, params, state, square, read(params, state, i - 1)
 
-        last = read(stacked_params, stacked_state, count - 1)
-        carry = dy, stacked_params, stacked_state, jnp.float32(0), last
+        first = read(stacked_params, stacked_state, count - 1)
+        carry = dy, stacked_params, stacked_state, jnp.float32(0), first
         return jax.lax.fori_loop(0, count, back, carry)[:-1]
 
     return y, pull
 
 
-_barrier = jax.lax.optimization_barrier
+def _take(stacked: PyTree, i: Any, axis: int = 0) -> PyTree:
+    take = jax.lax.dynamic_index_in_dim
+    return jax.tree.map(lambda a: take(a, i, axis, keepdims=False), stacked)
 
 
-def _take(tree: PyTree, i: Any, axis: int = 0) -> PyTree:
-    return jax.tree.map(
-        lambda a: jax.lax.dynamic_index_in_dim(a, i, axis, keepdims=False), tree
-    )
+def _put(stacked: PyTree, one: PyTree, i: Any, axis: int = 0) -> PyTree:
+    put = jax.lax.dynamic_update_index_in_dim
+    return jax.tree.map(lambda a, b: put(a, b, i, axis), stacked, one)
 
 
-def _put(tree: PyTree, part: PyTree, i: Any, axis: int = 0) -> PyTree:
-    return jax.tree.map(
-        lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, i, axis), tree, part
-    )
-
-
-def _squared_norm(tree: PyTree) -> jax.Array:
-    wide = jax.tree.map(lambda a: jnp.abs(a).astype(jnp.float32), tree)
-    return optax.tree.norm(wide, squared=True)
-
-
-def _one_layer(stacked_params: PyTree, axis: int) -> PyTree:
-    """The first layer's parameters, abstract."""
-    return jax.eval_shape(lambda tree: _take(tree, 0, axis), stacked_params)
-
-
-def _number_of_layers(stacked_params: PyTree, axis: int) -> int:
+def _number_and_first(stacked_params: PyTree, axis: int) -> tuple[int, PyTree]:
+    """The number of layers, and the first layer, abstract."""
     leaves = jax.tree.leaves_with_path(stacked_params)
-    if not leaves:
-        raise ValueError("stacked_params has no arrays: pass those of the layers.")
-    for path, leaf in leaves:
-        if not -np.ndim(leaf) <= axis < np.ndim(leaf):
+    counts = [np.shape(leaf)[axis : axis + 1] for _, leaf in leaves]
+    for (path, leaf), count in zip(leaves, counts, strict=True):
+        if count != counts[0] or not count:
             raise ValueError(
-                f"parameter {name_and_shape(path, leaf)} has no axis {axis}: stack the "
-                "layers along it, or pass the axis of the layers as axis=."
+                f"parameter {name_and_shape(path, leaf)} does not have along axis {axis} "
+                f"the layers of {name_and_shape(*leaves[0])}: stack the same layers in "
+                "all leaves, and pass their axis as axis=."
             )
-        count, wanted = np.shape(leaf)[axis], np.shape(leaves[0][1])[axis]
-        if count != wanted:
-            raise ValueError(
-                f"parameter {name_and_shape(path, leaf)} has {count} layers along axis "
-                f"{axis}, but parameter {name_and_shape(*leaves[0])} has {wanted}: stack "
-                "all leaves of the same layers, and pass their axis as axis=."
-            )
-    return wanted
+    return counts[0][0], jax.eval_shape(lambda a: _take(a, 0, axis), stacked_params)
 
 
-def _require_layer(layer: Callable[[PyTree, Any], Any], params: PyTree, x: Any) -> None:
+def _require_gradients(layer: Callable[..., Any], params: PyTree, x: Any) -> None:
     """Refuse inputs that have no gradients, and a layer that would lose gradients."""
     for path, leaf in jax.tree.leaves_with_path(x):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+        if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.inexact):
             raise TypeError(
-                f"x {name_and_shape(path, leaf)} has dtype {jnp.result_type(leaf)}, which "
-                "has no gradient: let `layer` close over it."
+                f"x {name_and_shape(path, leaf)} has dtype {dtype} and no gradient: "
+                "let `layer` close over it."
             )
-    # It finds what would have a gradient: floating-point arrays that are traced.
-    _, closed_over = jax.closure_convert(layer, params, x)
-    if closed_over:
+    _, traced = jax.closure_convert(layer, params, x)  # What may have a gradient.
+    if traced:
         raise ValueError(
             "`layer` closes over traced arrays, whose gradients would be lost: "
-            f"{', '.join(str(jax.typeof(a)) for a in closed_over)}. Put parameters of "
-            "each layer into stacked_params, and shared ones into x as leaves that "
-            "`layer` returns unchanged: pull returns their gradients. Compute constants "
-            "inside of `layer`, or by NumPy."
+            f"{', '.join(str(jax.typeof(a)) for a in traced)}. Pass those of a layer in "
+            "stacked_params, and shared ones as leaves of x that `layer` returns "
+            "unchanged. Compute constants inside of `layer`, or by NumPy."
         )
 
 
 def _require_separate_steps(optimizer: Any, params: PyTree) -> None:
-    """Refuse an optimizer that sees other gradients than the one of its parameter."""
+    """Refuse an optimizer by which NaN in a gradient reaches another parameter."""
 
-    def small(leaf: Any) -> jax.Array:
-        shape = list(leaf.shape)
-        for axis, size in enumerate(shape):
-            while size > 128 and not size % 2:  # A multiple of the number of heads.
-                size //= 2
-            shape[axis] = size
-        return jnp.ones(shape, leaf.dtype)
+    def short(n: int) -> int:  # Still a multiple of the number of heads.
+        return n if n <= 128 or n % 2 else short(n // 2)
 
-    def two_updates(grads: PyTree, params: PyTree) -> PyTree:  # The first rate may be 0.
-        state, seen = optimizer.init(params), []
-        for _ in range(2):
-            updates, state = optimizer.update(grads, state, params)
-            seen.append(updates)
-        return seen, state
-
-    with jax.ensure_compile_time_eval():  # Also while a program is traced.
-        params = jax.tree.map(small, params)
-        leaves, structure = jax.tree.flatten(params)
-        paths = [path for path, _ in jax.tree.leaves_with_path(params)]
-        run = jax.jit(two_updates)
-        wanted, state = run(params, params)
-        if nodes_of(state, optax.MultiStepsState):
-            raise ValueError(
-                "optax.MultiSteps holds the gradients of all layers: leave it out, and "
-                "accumulate inside of `layer`, by jax.lax.map(lambda x: layer(params, x), "
-                "x) for x of shape (microbatches, ...)."
-            )
-        for k, path in enumerate(paths):
-            grads = [jnp.full_like(a, jnp.nan) if i == k else a for i, a in enumerate(leaves)]
-            found, _ = run(structure.unflatten(grads), params)
-            for one, other in zip(wanted, found, strict=True):
-                pairs = zip(paths, *map(structure.flatten_up_to, (one, other)), strict=True)
-                for i, (of, a, b) in enumerate(pairs):
-                    if i != k and not jnp.array_equal(a, b, equal_nan=True):
-                        raise ValueError(
-                            f"the step of parameter {quoted(of)} depends on the gradient "
-                            f"of {quoted(path)}, but each layer is stepped before the "
-                            "gradients of the next are known. Leave out what looks at "
-                            "several gradients, such as optax.clip_by_global_norm and "
-                            "optax.apply_if_finite. The norm of all gradients is the root "
-                            "of the square that pull(dy, step=False) returns; "
-                            "pull(scale * dy) then steps by scaled gradients."
-                        )
+    params = jax.tree.map(lambda a: np.ones([*map(short, a.shape)], a.dtype), params)
+    leaves, tree = jax.tree.flatten(params)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    reaches = nodes_of(state, optax.ApplyIfFiniteState, optax.MultiStepsState)
+    for half in (0, 1):
+        grads = [
+            a * a.dtype.type(np.nan) if i % 2 == half else a for i, a in enumerate(leaves)
+        ]
+        updates, _ = update(jax.tree.unflatten(tree, grads), state, params)
+        others = jax.tree.leaves(updates)[1 - half :: 2]
+        reaches += [u for u in others if not jnp.isfinite(u).all()]
+    if reaches:
+        raise ValueError(
+            "a layer is stepped before the next one has gradients, but the optimizer "
+            "looks at several gradients or keeps them. Instead of "
+            "optax.clip_by_global_norm and optax.apply_if_finite, use the squared norm "
+            "that pull(dy, step=False) returns, and pull(scale * dy). Instead of "
+            "optax.MultiSteps, accumulate inside of `layer`, by jax.lax.map(lambda x: "
+            "layer(params, x), microbatches)."
+        )

@@ -150,7 +150,11 @@ def classify(words: jax.Array, params: Any, carry: Any) -> Any:
 
 
 def train_step(
-    optimizer: optax.GradientTransformation, sizes: Sizes, params: Any, state: Any, batch: Any
+    optimizer: optax.GradientTransformation,
+    sizes: Sizes,
+    params: Any,
+    state: Any,
+    batch: Any,
 ) -> tuple[Any, Any, jax.Array, jax.Array]:
     """The parameters and the state after a step; the loss and the gradients' norm."""
 
@@ -185,9 +189,7 @@ def main(steps: int = 200, sizes: Sizes = SMALL) -> tuple[list[float], Any, Any]
     optimizer = make_optimizer(optax.warmup_cosine_decay_schedule(0, 0.02, 20, steps))
     params = init_params(sizes, jax.random.key(0))
     state = init_state(optimizer, params)
-    step = jax.jit(
-        functools.partial(train_step, optimizer, sizes), donate_argnums=(0, 1)
-    )
+    step = jax.jit(functools.partial(train_step, optimizer, sizes), donate_argnums=(0, 1))
     losses = []
     for key in jax.random.split(jax.random.key(1), steps):
         start, stride = jax.random.randint(key, (2, 16, 1), 0, sizes.vocabulary)
