@@ -36,7 +36,10 @@ from orscale_jax.transforms.master_weights import (
     keep_master_weights as keep_master_weights,
     master_weights as master_weights,
 )
-from orscale_jax.transforms.momentum import Int8TraceState as Int8TraceState
+from orscale_jax.transforms.momentum import (
+    Int8AdamState as Int8AdamState,
+    Int8TraceState as Int8TraceState,
+)
 from orscale_jax.transforms.orthogonalize import orthogonalize as orthogonalize
 from orscale_jax.transforms.qk_clip import QKFactors as QKFactors, qk_clip as qk_clip
 from orscale_jax.transforms.scale_by_path import scale_by_path as scale_by_path

@@ -28,6 +28,7 @@ from orscale_jax.trees.names import Path, by_name, listed, names_on
 from orscale_jax.trees.nodes import nodes_of
 
 _NUMBERS = "numbers"  # The field of the ratio's state that holds NUMBERS.
+_CODES = {TRACE_SCALE: TRACE, "mu_scale": "mu", "nu_scale": "nu"}  # Of the scales.
 _COUNTS = frozenset({"count", "gradient_step", "mini_step"})
 _MOMENTS = frozenset({TRACE, "mu", "nu"})
 # Fields of states that hold arguments: of optax.contrib.muon and of schedule_free. Those
@@ -237,7 +238,8 @@ def convert_state(
     as well, such as the ``weight_sum`` of :func:`optax.contrib.schedule_free`. New
     schedules start at the step of the run, or at 0 if no count in the old state tells the
     step. Bias corrections start at the age of their moments. Momentum is rounded to the
-    new ``mu_dtype``; a conversion from "int8" to float32 and back changes nothing.
+    new ``mu_dtype``; a conversion from "int8" to float32 and back changes nothing. Of 16
+    low bits the upper 8 stay with ``bits=8``: master weights are rounded toward zero.
     Hyperparameters are those of ``optimizer``. Everything else starts as in
     ``optimizer.init``, and a new c is set at the next direction.
 
@@ -315,8 +317,7 @@ def convert_state(
         if isinstance(bare_params, optax.LookaheadParams):
             bare_params = bare_params.fast  # Of which the state is.
         wanted = state_arrays(bare, bare_params)
-        fields = {TRACE, TRACE_SCALE, "mu", "nu"}
-        fields |= {entry.field for entry in wanted if entry.owner is not None}
+        fields = {entry.field for entry in wanted if entry.owner is not None}
         # Restored without a target, a state of NNX has each array under "value".
         without_variables = jax.tree.map(
             lambda node: node["value"] if _is_variable(node) else node,
@@ -324,7 +325,7 @@ def convert_state(
             is_leaf=_is_variable,
         )
         found = (
-            state_arrays(unbox(tree), bare_params, fields)
+            state_arrays(unbox(tree), bare_params, {*_CODES, *_CODES.values(), *fields})
             for tree in (state, without_variables)
         )
         entries = max(found, key=lambda each: sum(x.owner is not None for x in each))
@@ -342,11 +343,14 @@ def convert_state(
             if place[-1:] == (_NUMBERS,):
                 of_matrices = [arrays[(*place[:-1], x), owner] for x in NUMBERS]
                 arrays[place, owner] = jnp.stack(of_matrices)
-            if place[-1:] == (TRACE_SCALE,):
-                codes = (*place[:-1], TRACE), owner
+            if (field := _CODES.get(place[-1] if place else "")) is not None:
+                codes = (*place[:-1], field), owner
                 axis = int8_blocks.axis_of(arrays[codes].shape, scales.shape)
-                encoded = int8_blocks.encode(arrays[codes], axis)
+                dtype = jnp.uint8 if field == "nu" else jnp.int8
+                encoded = int8_blocks.encode(arrays[codes], axis, dtype)
                 arrays[codes], arrays[place, owner] = encoded
+            if place[-1:] == ("low_bits",) and scales.dtype == jnp.uint8:
+                arrays[place, owner] = (arrays[place, owner] >> 8).astype(jnp.uint8)
         converted = [arrays[entry[:2]] for entry in wanted]
         if transformation is not optimizer:  # Its variables hold an array each.
             return jax.tree.unflatten(jax.tree.structure(optimizer.opt_state), converted)
@@ -437,22 +441,24 @@ def _is_variable(node: Any) -> bool:
 
 
 def _decoded(arrays: Sequence[StateArray]) -> list[StateArray]:
-    """The entries of a state, float32 for 8-bit codes, and each number of a ratio."""
+    """The entries of a state, with floats for codes, 16 low bits, and NUMBERS apart."""
     scales_of = {
-        ((*place[:-1], TRACE), owner): scales
+        ((*place[:-1], _CODES[place[-1]]), owner): scales
         for place, owner, scales in arrays
-        if place[-1:] == (TRACE_SCALE,)
+        if place and place[-1] in _CODES
     }
     decoded = []
     for entry in arrays:
         if (scales := scales_of.get(entry[:2])) is not None:
             both = jnp.asarray(entry.array), jnp.asarray(scales)
             entry = entry._replace(array=int8_blocks.decode(*both, jnp.float32))
+        if entry.field == "low_bits" and entry.array.dtype == jnp.uint8:
+            entry = entry._replace(array=jnp.asarray(entry.array, jnp.uint16) << 8)
         if entry.field == _NUMBERS and entry.owner is not None:
             for name, number in zip(NUMBERS, jnp.asarray(entry.array), strict=True):
                 place = (*entry.place[:-1], name)
                 decoded.append(StateArray(place, entry.owner, number))
-        elif entry.field != TRACE_SCALE:
+        elif entry.field not in _CODES:
             decoded.append(entry)
     return decoded
 

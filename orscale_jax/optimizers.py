@@ -30,6 +30,7 @@ from orscale_jax.transforms.matrices import (
 from orscale_jax.transforms.momentum import (
     adam_stage,
     float_dtype,
+    int8_adam_stage,
     is_int8,
     momentum_stage,
 )
@@ -107,6 +108,9 @@ class Arguments:
         NaN where a gradient is 0.
       adam_nesterov: Whether AdamW uses Nesterov's momentum as well, as
         :func:`optax.contrib.muon` does by default.
+      adam_moments_dtype: ``"int8"`` keeps both of AdamW's moments in blocks of 8-bit
+        integers (:class:`~orscale_jax.Int8AdamState`), for parameters of two or more
+        axes. It needs ``adam_b2`` below 0.996. None: the moments are floats.
       adam_weight_decay: The weight decay of the parameters that AdamW trains: a number
         or a schedule. None: ``weight_decay``.
       mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
@@ -148,6 +152,7 @@ class Arguments:
     adam_eps: ArrayLike = 1e-8
     adam_eps_root: ArrayLike = 0.0
     adam_nesterov: bool = False
+    adam_moments_dtype: DTypeLike | None = None
     adam_weight_decay: ScalarOrSchedule | None = None
     mesh: Mesh | AbstractMesh | None = None
     slow_axes: SlowAxes | None = None
@@ -181,7 +186,10 @@ class Arguments:
             remedy = f"pass {MATRICES_ONLY!r}, a tree of booleans or a function to one"
             validate.refuse("weight_decay_mask", mask, remedy)
         number("adam_b1", self.adam_b1, below=1)
-        number("adam_b2", self.adam_b2, below=1)
+        moments = self.adam_moments_dtype
+        if not (moments is None or is_int8(moments)):
+            validate.refuse("adam_moments_dtype", moments, 'pass "int8" or None')
+        number("adam_b2", self.adam_b2, below=1 if moments is None else 0.996)
         number("adam_eps", self.adam_eps)
         number("adam_eps_root", self.adam_eps_root)
         validate.flag("adam_nesterov", self.adam_nesterov)
@@ -437,8 +445,9 @@ def adamw_chain(h: Arguments, mask: PyTree | None) -> optax.GradientTransformati
         eps_root=h.adam_eps_root,
         nesterov=h.adam_nesterov,
     )
+    adam = adam_stage(moments, float_dtype(h.mu_dtype))
     return optax.chain(
-        adam_stage(moments, float_dtype(h.mu_dtype)),
+        adam if h.adam_moments_dtype is None else int8_adam_stage(adam),
         decay_stage(h.adam_decay, mask),
         optax.scale_by_learning_rate(h.adam_rate),
     )

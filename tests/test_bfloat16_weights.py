@@ -1,6 +1,10 @@
-"""Master weights of bfloat16 parameters, against float32 training to the bit."""
+"""Master weights of bfloat16 parameters, against float32 training to the bit.
+
+Those of 24 bits are compared with NumPy's rounding of float64.
+"""
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -13,7 +17,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from orscale_jax import (
+    check_state,
     convert_state,
+    describe,
     diagnostics,
     family,
     keep_master_weights,
@@ -62,12 +68,13 @@ def upper_halves(x):
     return (bits(x) >> 16).astype(np.uint16).view(ml_dtypes.bfloat16)
 
 
-def moved(old, step):
+def moved(old, step, kept=16):
     """What one update makes of float32 weights: parameter and master weight."""
-    optimizer = keep_master_weights(optax.identity())
+    optimizer = keep_master_weights(optax.identity(), kept)
     params = {"w": jnp.asarray(upper_halves(old))}
     state = optimizer.init(params)
-    low = jnp.asarray((bits(old) & 0xFFFF).astype(np.uint16))
+    low = (bits(old) & 0xFFFF) >> (16 - kept)
+    low = jnp.asarray(low.astype(f"uint{kept}"))
     state = state._replace(low_bits={"w": low})
     updates, state = jax.jit(optimizer.update)({"w": jnp.asarray(step)}, state, params)
     params = optax.apply_updates(params, updates)
@@ -105,10 +112,25 @@ def anything(rng, count):
     return float32(random_bits(rng, count)), float32(random_bits(rng, count))
 
 
-@pytest.mark.parametrize("kind", [near_zero, near_powers_of_two, like_training, anything])
+KINDS = [near_zero, near_powers_of_two, like_training, anything]
+
+
+def of_24_bits(x):
+    """The nearest numbers with 16 significant bits, the even ones of two."""
+    x = np.asarray(x, np.float64)
+    fraction, exponent = np.frexp(x)
+    with np.errstate(over="ignore"):
+        rounded = np.ldexp(np.rint(fraction * 2**16), exponent - 16).astype(np.float32)
+    return np.where(np.isfinite(x), rounded, x).astype(np.float32)
+
+
+@pytest.mark.parametrize("kept", [16, 8])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.quick_first_case
-def test_one_update_is_that_of_float32_weights(kind):
+def test_one_update_is_that_of_float32_weights(kind, kept):
     old, step = kind(np.random.default_rng(0), 100_000)
+    if kept == 8:
+        old = float32(bits(old) & 0xFFFFFF00)
     with np.errstate(all="ignore"):
         # Devices may take a subnormal step for zero.
         ordinary = np.isfinite(old) & (np.abs(old) >= SMALLEST)
@@ -116,9 +138,25 @@ def test_one_update_is_that_of_float32_weights(kind):
         old, step = old[ordinary], step[ordinary]
         new = old + step
     new = np.where(np.abs(new) < SMALLEST, np.float32(0), new)
-    param, master = moved(old, step)
+    new = of_24_bits(new) if kept == 8 else new
+    param, master = moved(old, step, kept)
     np.testing.assert_array_equal(bits(master), bits(new))
     np.testing.assert_array_equal(bits(param), bits(upper_halves(new)))
+
+
+def test_which_steps_24_bits_lose():
+    """None above 2^-16 of a weight, and all below 2^-17, also at powers of two."""
+    rng = np.random.default_rng(0)
+    old = (bits(rng.normal(size=30_000).astype(np.float32)) & 0xFFFFFF00).view("f4")
+    old[:1000] = 2.0 ** rng.integers(-20, 20, 1000)
+    signs = rng.choice([-1, 1], old.size).astype("f4")
+    for part, moves in [(2**-16 * 1.01, True), (2**-17 * 0.99, False)]:
+        _, new = moved(old, signs * np.abs(old) * np.float32(part), 8)
+        assert ((new != old) == moves).all()
+        assert (np.sign(new - old) == signs * moves).all()
+    norm = np.float32([1.0])
+    for rate in (1.4e-5, 1.6e-5):  # AdamW's steps of a norm's scale.
+        assert (moved(norm, np.float32([rate]), 8)[1] != norm) == (rate > 2**-16)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +185,60 @@ def test_special_numbers(old, step, new):
     np.testing.assert_array_equal(param.astype(np.float32), upper_halves(
         np.float32([new])
     ).astype(np.float32))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "step", "new"),
+    [
+        (np.inf, -1.0, np.inf),
+        (np.inf, -np.inf, np.nan),
+        (np.nan, 1.0, np.nan),
+        (1.0, np.nan, np.nan),
+        (2.0**128 - 2.0**112, 2.0**111, np.inf),  # The largest one.
+        (1.0, 2.0**-16, 1.0),  # Halfway, to the even one.
+        (1 + 2.0**-15, 2.0**-16, 1 + 2.0**-14),
+        (-1.0, -(2.0**-16) - 2.0**-22, -1 - 2.0**-15),
+        (2 - 2.0**-15, 2.0**-15, 2.0),  # A carry into the exponent.
+    ],
+)
+def test_special_numbers_of_24_bits(old, step, new):
+    param, master = moved(np.float32([old]), np.float32([step]), 8)
+    np.testing.assert_array_equal(master, np.float32([new]))
+    wanted = upper_halves(np.float32([new])).astype(np.float32)
+    np.testing.assert_array_equal(param.astype(np.float32), wanted)
+
+
+def test_conversion_between_16_and_8_bits():
+    """What 8 bits hold survives; of 16 the upper ones stay; no other state is taken."""
+    inner = OPTIMIZERS["chain"]
+    wide, narrow = keep_master_weights(inner), keep_master_weights(inner, bits=8)
+    params, state = run(wide, gradients(0), 2, gradients)[-1]
+    shorter = convert_state(state, narrow, params)
+    assert_same_bits(shorter.inner_state, state.inner_state)
+    for name, low in state.low_bits.items():
+        np.testing.assert_array_equal(shorter.low_bits[name], np.asarray(low) >> 8)
+        assert shorter.low_bits[name].dtype == jnp.uint8
+    longer = convert_state(shorter, wide, params)
+    assert_same_bits(convert_state(longer, narrow, params), shorter)
+    found, expected = (master_weights(x, params) for x in (longer, shorter))
+    assert_same_bits(found, expected)
+    for given, optimizer, left in [(state, narrow, 8), (shorter, wide, 16)]:
+        with pytest.raises(
+            ValueError, match=f"not those of bits={left}: .*convert_state"
+        ):
+            optimizer.update(gradients(1), given, params)
+        with pytest.raises(ValueError, match=r"(?s)low_bits of .*'b'.*convert_state"):
+            check_state(given, optimizer, params)
+    check_state(shorter, narrow, params)
+    narrow.update(gradients(1), shorter, params)
+
+
+def test_bytes_and_shardings_of_24_bits():
+    mesh = mesh_of({"a": 2}, EXPLICIT)
+    params = placed({"w": jnp.ones((6, 8), jnp.bfloat16)}, mesh, P("a", None))
+    optimizer = keep_master_weights(optax.sgd(RATE), bits=8)
+    assert describe(params, optimizer).state_bytes_per_parameter == 1
+    assert state_shardings(optimizer, params).low_bits["w"].spec == P("a", None)
 
 
 @pytest.mark.quick_first_case
@@ -207,6 +299,9 @@ def test_a_state_of_abstract_parameters_and_of_keys():
 
 def test_wrong_arguments_are_refused():
     optimizer = keep_master_weights(optax.sgd(RATE))
+    for wrong in (24, 0, "8", 8.0, True, None):
+        with pytest.raises(ValueError, match=f"bits={wrong!r} .* pass 16 or 8"):
+            keep_master_weights(optax.sgd(RATE), bits=wrong)
     for dtype in ("float16", "float8_e4m3fn"):
         with pytest.raises(TypeError, match=f"'mlp.up' is {dtype}"):
             optimizer.init({"mlp": {"up": jnp.zeros(4, dtype)}})
@@ -404,8 +499,9 @@ def test_derivatives_are_those_of_float32():
         return params["w"].astype(jnp.float32).sum()
 
     expected = jax.grad(trained)(0.01, lambda inner: inner, jnp.float32)
-    for derivative in (jax.grad, jax.jacfwd):
-        found = derivative(trained)(0.01, keep_master_weights, jnp.bfloat16)
+    for derivative, kept in itertools.product((jax.grad, jax.jacfwd), (16, 8)):
+        wrap = functools.partial(keep_master_weights, bits=kept)
+        found = derivative(trained)(0.01, wrap, jnp.bfloat16)
         np.testing.assert_allclose(found, expected, rtol=0.02)
 
 

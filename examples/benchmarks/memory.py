@@ -56,6 +56,16 @@ def mastered(mu_dtype: str | None = None) -> Any:
     return lambda numbers: keep_master_weights(ours(orscale, mu_dtype)(numbers))
 
 
+def in_8_bits(numbers: Numbers) -> optax.GradientTransformation:
+    inner = orscale(
+        1e-3,
+        mu_dtype="int8",
+        weight_dimension_numbers=numbers,
+        adam_moments_dtype="int8",
+    )
+    return keep_master_weights(inner, bits=8)
+
+
 CHOICES = (
     Choice("`optax.adamw`", lambda _: optax.adamw(1e-3)),
     Choice('`optax.adamw`, `mu_dtype="bfloat16"`',
@@ -70,6 +80,8 @@ CHOICES = (
     Choice('`orscale`, `mu_dtype="int8"`', ours(orscale, "int8")),
     Choice("`keep_master_weights(orscale)`", mastered(), weights=BFLOAT16),
     Choice('`keep_master_weights(orscale)`, `mu_dtype="bfloat16"`', mastered(BFLOAT16),
+           weights=BFLOAT16),
+    Choice("`keep_master_weights(orscale, bits=8)`, all in 8 bits", in_8_bits,
            weights=BFLOAT16),
     Choice("`orscale`, momentum and moments offloaded", ours(orscale), on_host=LARGE),
 )  # fmt: skip

@@ -15,6 +15,7 @@ workers       processes that train
 table         intervals, verdicts and the table of all rows
 prose         the text of one workload
 entries       optimizers of the table that need more than an import
+low_memory    what 24-bit weights and 8-bit moments cost in loss (``docs/memory.md``)
 mixed_emas    momentum of several timescales (bi-Maxwell, K-Maxwell)
 blend         a blend of Q with the momentum (Contra-Muon, Soft-Muon)
 neuron_floor  the update of each neuron is not small beside its weights (RowFloor)

@@ -2,7 +2,7 @@
 
 ==================  ==================================================================
 matrices            the matrices of a tree; the boundary between users and stages
-momentum            G to M̃, with a state of floats or 8-bit integers; Adam's in float16
+momentum            G to M̃, with a state of floats or 8-bit integers; AdamW's moments
 orthogonalize       M̃ to Q
 stages              s, λW, and D = 0 where the momentum is zero
 trust_ratio         multiplies D by the clipped, calibrated ratio; the rules that set c

@@ -1,7 +1,8 @@
 """The momentum of the matrices: of floats, or of 8-bit integers and scales for them.
 
-:class:`Int8TraceState` describes them. An axis is split into *pieces*: its blocks, the
-last of which may be shorter, or what shards make of them where they cut blocks.
+:class:`Int8TraceState` describes them, :class:`Int8AdamState` those of AdamW. An axis is
+split into *pieces*: its blocks, the last of which may be shorter, or what shards make of
+them where they cut blocks.
 """
 
 import math
@@ -17,7 +18,8 @@ from orscale_jax.newton_schulz.arithmetic import largest_magnitude
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import Matrices
-from orscale_jax.trees.boxes import PyTree, box_like, unbox
+from orscale_jax.trees.boxes import PyTree, box_like, is_box, unbox
+from orscale_jax.trees.nodes import is_masked
 
 #: The fields of :class:`Int8TraceState`; the first one is also that of Optax's state.
 TRACE, TRACE_SCALE = "trace", "trace_scale"
@@ -25,7 +27,7 @@ TRACE, TRACE_SCALE = "trace", "trace_scale"
 #: Entries that share a scale, along one axis.
 BLOCK = 32
 #: The largest code. −128 is left out, so that x and −x have opposite codes.
-LARGEST_CODE = 127
+LARGEST_CODE = {jnp.dtype(jnp.int8): 127, jnp.dtype(jnp.uint8): 255}
 #: The smallest scale. Its quotient by 127 and the inverse of that are normal floats,
 #: which no platform flushes to zero.
 SMALLEST_SCALE = 2.0**-119
@@ -64,6 +66,28 @@ class Int8TraceState(NamedTuple):
     #: Tree like the parameters, the scales in dtype bfloat16 and the parameters' shapes
     #: but for the blocks' axis, which is 32 times shorter, rounded up.
     trace_scale: PyTree
+
+
+class Int8AdamState(NamedTuple):
+    r"""State of AdamW under ``adam_moments_dtype="int8"``: 2.125 bytes an entry.
+
+    32 neighbours are a block, with a scale s for each of the two moments. They lie along
+    the shorter one of the last two axes, the longer one if that has less than 32 entries,
+    so that two tokens of an embedding or a head share no block. The first moment is
+    rounded as :class:`Int8TraceState` says. Of the second moment ν the root is rounded,
+    by less than s / 254, to a code q that is not 0: :math:`\nu = (s q / 255)^2`. A step
+    uses the moments before they are rounded. From :math:`\beta_2 = 0.996` on, rounding
+    would keep each root from falling. FlashOptim (arXiv:2602.23349) keeps roots, too.
+    Leaves of fewer than two axes and complex ones keep floats, with masks for scales.
+    """
+
+    count: jax.Array  # type: ignore[assignment]
+    #: The codes in the parameters' shapes, of dtype int8 for mu and uint8 for nu.
+    mu: PyTree
+    nu: PyTree
+    #: The scales in dtype bfloat16, with one axis that is 32 times shorter, rounded up.
+    mu_scale: PyTree
+    nu_scale: PyTree
 
 
 def is_int8(mu_dtype: DTypeLike | None) -> bool:
@@ -113,6 +137,54 @@ def adam_stage(
     return optax.GradientTransformation(init, update)
 
 
+def int8_adam_stage(adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """An :func:`adam_stage` whose moments are floats only while it computes."""
+
+    def init(params: PyTree) -> Int8AdamState:
+        def codes(leaf: Any) -> Any:
+            small = np.ndim(leaf) < 2 or jnp.iscomplexobj(leaf)
+            return leaf if small else jnp.zeros_like(leaf, jnp.int8)
+
+        def scales(node: Any) -> Any:
+            if (mu := unbox(node)).dtype != jnp.int8:
+                return optax.MaskedNode()
+            return box_like(_zero_scales(mu, adam_axis(mu.shape)), node, tuple)
+
+        count, mu, nu = adam.init(jax.tree.map(codes, params))
+        # For optax.tree.map_params, as in Matrices.scalars.
+        if type(params).__name__ == "_ParamsPlaceholder":
+            return Int8AdamState(count, mu, nu, jnp.ones(()), jnp.ones(()))
+        nu = jax.tree.map(lambda x: x.astype(jnp.uint8) if x.dtype == jnp.int8 else x, nu)
+        both = [jax.tree.map(scales, mu, is_leaf=is_box)] * 2
+        return Int8AdamState(count, mu, nu, *both)
+
+    def floats(grad: jax.Array, codes: jax.Array, scales: Any) -> jax.Array:
+        return codes if is_masked(scales) else decode(codes, scales, grad.dtype)
+
+    def rounded(step: jax.Array, mu: jax.Array, nu: jax.Array, scales: Any) -> Any:
+        if is_masked(scales):
+            return step, mu, nu, scales, scales
+        axis = adam_axis(step.shape)
+        (mu, mu_scale), (nu, nu_scale) = encode(mu, axis), encode(nu, axis, jnp.uint8)
+        # One leaf after another, as the momentum.
+        return jax.lax.optimization_barrier((step, mu, nu, mu_scale, nu_scale))
+
+    def update(
+        updates: PyTree, state: Int8AdamState, params: PyTree | None = None
+    ) -> tuple[PyTree, Int8AdamState]:
+        mu = jax.tree.map(floats, updates, state.mu, state.mu_scale)
+        nu = jax.tree.map(floats, updates, state.nu, state.nu_scale)
+        wide = optax.ScaleByAdamState(state.count, mu, nu)
+        steps, after = adam.update(updates, wide, params)
+        tree: Any = jax.tree.structure(updates)
+        columns = map(tree.flatten_up_to, (steps, after.mu, after.nu, state.mu_scale))
+        rows = [rounded(*row) for row in zip(*columns, strict=True)]
+        steps, *moments = (tree.unflatten(row[i] for row in rows) for i in range(5))
+        return steps, Int8AdamState(after.count, *moments)
+
+    return optax.GradientTransformation(init, update)
+
+
 def momentum_stage(
     momentum: ArrayLike, nesterov: bool, mu_dtype: DTypeLike | None, matrices: Matrices
 ) -> optax.GradientTransformation:
@@ -139,11 +211,7 @@ def momentum_stage(
         all_scales = []
         for axes, node in matrices.each(codes):
             leaf = unbox(node)
-            axis = block_axis(axes, leaf.shape)
-            shape = [*leaf.shape]
-            shape[axis] = _count(leaf, axis)
-            scales = typed_sharding.full(shape, 0, jnp.bfloat16, leaf)
-            scales = typed_sharding.shard_as(scales, leaf, _spec_of_scales(leaf, axis))
+            scales = _zero_scales(leaf, block_axis(axes, leaf.shape))
             all_scales.append(box_like(scales, node, tuple))
         return Int8TraceState(codes, matrices.tree_of(all_scales))
 
@@ -158,7 +226,7 @@ def momentum_stage(
         grad = _split(update, axis)
         m = grad + momentum * _decode_pieces(codes, scales, axis, grad.dtype)
         out = grad + momentum * m if nesterov else m
-        new_codes, new_scales = _encode_pieces(m, update, axis)
+        new_codes, new_scales = _encode_pieces(m, update, axis, jnp.int8)
         whole = (_merge(x, axis, update) for x in (out, new_codes))
         # One leaf after another: XLA would round them last, and keep M of all until then.
         return jax.lax.optimization_barrier((*whole, new_scales))
@@ -184,6 +252,12 @@ def block_axis(axes: MatrixAxes, shape: tuple[int, ...]) -> int:
     return max(inside, key=lambda i: (i != last and shape[i] >= BLOCK, shape[i]))
 
 
+def adam_axis(shape: tuple[int, ...]) -> int:
+    """The axis of AdamW's blocks: the features of one token, as far as lengths tell."""
+    last_two = len(shape) - 1, len(shape) - 2
+    return min(last_two, key=lambda i: (shape[i] < BLOCK, shape[i]))
+
+
 def axis_of(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> int:
     """The axis along which the blocks lie, from the shapes of codes and scales."""
     lengths = list(zip(shape, of_scales, strict=True))
@@ -191,20 +265,25 @@ def axis_of(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> int:
     return differing[0] if differing else shape.index(1)
 
 
-def encode(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales of an array of float32 or float64, in blocks along an axis."""
-    codes, scales = _encode_pieces(_split(x, axis), x, axis)
+def encode(
+    x: jax.Array, axis: int, dtype: DTypeLike = jnp.int8
+) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of an array of floats, or of its root if the codes are uint8."""
+    if dtype == jnp.uint8:  # The derivative of the root of zero is infinite.
+        x = jnp.sqrt(jax.lax.stop_gradient(x))
+    codes, scales = _encode_pieces(_split(x, axis), x, axis, dtype)
     return _merge(codes, axis, x), scales
 
 
 def decode(codes: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The array that codes and scales stand for, in float32 or float64."""
     axis = axis_of(codes.shape, scales.shape)
-    return _merge(_decode_pieces(codes, scales, axis, dtype), axis, codes)
+    x = _merge(_decode_pieces(codes, scales, axis, dtype), axis, codes)
+    return x * x if codes.dtype == jnp.uint8 else x
 
 
 def _encode_pieces(
-    pieces: jax.Array, like: jax.Array, axis: int
+    pieces: jax.Array, like: jax.Array, axis: int, dtype: DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
     """Codes of an array that is split in pieces, and the scales of its blocks."""
     largest = largest_magnitude(pieces, axis + 1).astype(jnp.float32)
@@ -222,10 +301,13 @@ def _encode_pieces(
     scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
     known = scales > 0
     inverse = jnp.where(known, scales, 1).astype(pieces.dtype)
-    inverse = jnp.where(known, LARGEST_CODE / inverse, 0)
+    inverse = jnp.where(known, LARGEST_CODE[jnp.dtype(dtype)] / inverse, 0)
     inverse = jnp.expand_dims(_of_pieces(inverse, like, axis), axis + 1)
     codes = jnp.round(pieces * inverse)
-    return jnp.where(jnp.isnan(codes), 0, codes).astype(jnp.int8), scales
+    if dtype == jnp.uint8:  # Decoded, the largest entry of a block has the same scale.
+        largest = jax.lax.reduce_precision(pieces, 8, 7) * inverse > 254.5
+        codes = jnp.where(largest, 255, jnp.maximum(codes, jnp.sign(inverse)))
+    return jnp.where(jnp.isnan(codes), 0, codes).astype(dtype), scales
 
 
 def _decode_pieces(
@@ -236,8 +318,15 @@ def _decode_pieces(
     # it would store the step of every entry.
     pieces = jax.lax.optimization_barrier(_split(codes, axis)).astype(dtype)
     # XLA replaces a division by this multiplication, but not in all programs.
-    steps = scales.astype(dtype) * jnp.asarray(1 / LARGEST_CODE, dtype)
+    steps = scales.astype(dtype) * jnp.asarray(1 / LARGEST_CODE[codes.dtype], dtype)
     return pieces * jnp.expand_dims(_of_pieces(steps, codes, axis), axis + 1)
+
+
+def _zero_scales(leaf: jax.Array, axis: int) -> jax.Array:
+    shape = [*leaf.shape]
+    shape[axis] = _count(leaf, axis)
+    scales = typed_sharding.full(shape, 0, jnp.bfloat16, leaf)
+    return typed_sharding.shard_as(scales, leaf, _spec_of_scales(leaf, axis))
 
 
 def _count(x: jax.Array, axis: int) -> int:

@@ -144,16 +144,18 @@ def require_state(state: PyTree, wanted: PyTree, params: PyTree) -> None:
             f"the state does not fit the parameters: {entry.field}{of} has shape "
             f"{np.shape(array)} and dtype {jnp.result_type(array)} instead of "
             f"{np.shape(entry.array)} and {jnp.result_type(entry.array)}{where}. Pass "
-            "the state of these parameters and dimension numbers, or start over with "
+            "the state of these parameters and dimension numbers, convert it with "
+            "orscale_jax.convert_state(state, optimizer, params), or start over with "
             "optimizer.init(params)."
         )
 
 
 def array_type(leaf: Any) -> tuple[Any, ...]:
-    """The shape and the kind: other floats, such as those of ``mu_dtype``, are cast."""
+    """The shape and the kind: floats become others, but no codes and low bits do."""
     dtype = jnp.result_type(leaf)
     kinds = jnp.floating, jnp.complexfloating
-    return np.shape(leaf), *(jnp.issubdtype(dtype, kind) for kind in kinds)
+    exact = dtype if jnp.issubdtype(dtype, jnp.unsignedinteger) else None
+    return np.shape(leaf), exact, *(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def state_arrays(

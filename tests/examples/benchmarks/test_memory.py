@@ -48,6 +48,7 @@ def choice_of(name):
 BYTES = {
     '`keep_master_weights(orscale)`, `mu_dtype="bfloat16"`': (4, 8),
     "`keep_master_weights(orscale)`": (6, 10),
+    "`keep_master_weights(orscale, bits=8)`, all in 8 bits": (2.0625, 3.125),
     "`optax.adamw`": (8, 8),
     '`optax.adamw`, `mu_dtype="bfloat16"`': (6, 6),
     "`optax.contrib.muon`": (4, 8),
