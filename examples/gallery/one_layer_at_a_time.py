@@ -5,7 +5,8 @@
 vjp_layers steps each layer in the backward pass, as soon as its gradients are known. The
 embedding and the head are cut into pieces of the vocabulary, and vjp_layers steps these
 one after the other, too: neither the logits of all words nor the gradient of a whole
-table exist. Weights have 16 bits more in the state, and the momentum of matrices has 8.
+table exist. A weight has 24 bits, of which the state holds 8. Momentum and the moments of
+the embedding and the head have 8 bits, too.
 """
 
 import functools
@@ -34,8 +35,9 @@ LLAMA_3_8B = Sizes(32, 4096, 32, 8, 14_336, 128_256, 24)
 SMALL = Sizes(4, 64, 4, 2, 192, 128, 4)
 
 
-def make_optimizer(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    return keep_master_weights(muon(rate, mu_dtype="int8"))
+def make_optimizer(rate: Any, **options: Any) -> optax.GradientTransformation:
+    inner = muon(rate, mu_dtype="int8", adam_moments_dtype="int8", **options)
+    return keep_master_weights(inner, bits=8)
 
 
 def shapes(sizes: Sizes) -> dict[str, Any]:
@@ -101,20 +103,26 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return weights.astype(value.dtype) @ value
 
 
-def layer(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
-    """A layer for (batch, tokens, width): its intermediates are those of one sequence."""
+def attention(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
+    """The attention of a layer, of one sequence (tokens, width)."""
     groups, size = sizes.key_value_heads, sizes.width // sizes.heads
+    h = norm(params["attention_norm"], x)
+    q, k, v = (
+        (h @ params[name]).reshape(len(x), -1, size) for name in ("query", "key", "value")
+    )
+    q = rotated(q).reshape(len(x), groups, -1, size).transpose(1, 2, 0, 3)
+    k, v = (a.swapaxes(0, 1) for a in (rotated(k), v))
+    mixed = jax.lax.map(  # A head at a time.
+        lambda group: jax.lax.map(lambda q: attend(q, *group[1:]), group[0]), (q, k, v)
+    )
+    return mixed.transpose(2, 0, 1, 3).reshape(x.shape) @ params["out"]
+
+
+def layer(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
+    """A layer of (batch, tokens, width): its intermediates are those of one sequence."""
 
     def of_sequence(x: jax.Array) -> jax.Array:
-        h = norm(params["attention_norm"], x)
-        q, k, v = (h @ params[name] for name in ("query", "key", "value"))
-        q, k = (rotated(a.reshape(len(x), -1, size)) for a in (q, k))
-        q = q.reshape(len(x), groups, -1, size).transpose(1, 2, 0, 3)
-        k, v = (a.reshape(len(x), groups, size).swapaxes(0, 1) for a in (k, v))
-        mixed = jax.lax.map(
-            lambda g: jax.lax.map(lambda q: attend(q, *g[1:]), g[0]), (q, k, v)
-        )
-        x += mixed.transpose(2, 0, 1, 3).reshape(x.shape) @ params["out"]
+        x += attention(sizes, params, x)
         h = norm(params["mlp_norm"], x)
         return x + (jax.nn.silu(h @ params["gate"]) * (h @ params["up"])) @ params["down"]
 
@@ -122,7 +130,7 @@ def layer(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
 
 
 def in_piece(table: jax.Array, words: jax.Array, first: jax.Array) -> Any:
-    """The rows of the words in a piece whose first row is known, and which words it has."""
+    """The rows of words in a piece that begins with the first; which words it has."""
     rows = words - first.astype(int)
     inside = (rows >= 0) & (rows < len(table))
     return jnp.clip(rows, 0, len(table) - 1), inside
@@ -137,7 +145,7 @@ def lookup(words: jax.Array, params: Any, carry: Any) -> Any:
 
 
 def classify(words: jax.Array, params: Any, carry: Any) -> Any:
-    """Add the words of a piece of the head to logsumexp; pick the logits of the labels."""
+    """Add a piece of the head to logsumexp, and pick the logits of its labels."""
     x, total, picked, first = carry
     table = params["lm_head"]
     logits = jnp.einsum(
@@ -151,10 +159,10 @@ def classify(words: jax.Array, params: Any, carry: Any) -> Any:
 
 def train_step(
     optimizer: optax.GradientTransformation,
-    sizes: Sizes,
+    layer: Any,
     params: Any,
     state: Any,
-    batch: Any,
+    batch: jax.Array,
 ) -> tuple[Any, Any, jax.Array, jax.Array]:
     """The parameters and the state after a step; the loss and the gradients' norm."""
 
@@ -163,10 +171,11 @@ def train_step(
 
     words, labels = batch[:, :-1], batch[:, 1:]
     zero, zeros = jnp.float32(0), jnp.zeros(words.shape)
-    x = jnp.zeros((*words.shape, sizes.width), params["norm"]["scale"].dtype)
+    scale = params["norm"]["scale"]
+    x = jnp.zeros((*words.shape, len(scale)), scale.dtype)
     (x, _), of_table = stepped("embedding", functools.partial(lookup, words), (x, zero))
-    x, of_layers = stepped("layers", functools.partial(layer, sizes), x)
-    x, of_norm = jax.vjp(norm, params["norm"]["scale"], x)
+    x, of_layers = stepped("layers", layer, x)
+    x, of_norm = jax.vjp(norm, scale, x)
     # The gradient of x is a sum over the pieces: in float32.
     start = x.astype(jnp.float32), zeros - jnp.inf, zeros, zero
     end, of_head = stepped("head", functools.partial(classify, labels), start)
@@ -177,9 +186,8 @@ def train_step(
     d_scale, dx = of_norm(dx.astype(x.dtype))
     dx, after["layers"], states["layers"], squares["layers"] = of_layers(dx)
     _, after["embedding"], states["embedding"], squares["table"] = of_table((dx, zero))
-    updates, states["norm"] = optimizer.update(
-        {"scale": d_scale}, state["norm"], params["norm"]
-    )
+    grads = {"scale": d_scale}
+    updates, states["norm"] = optimizer.update(grads, state["norm"], params["norm"])
     after["norm"] = optax.apply_updates(params["norm"], updates)
     return after, states, loss, sum(squares.values()) ** 0.5
 
@@ -189,7 +197,9 @@ def main(steps: int = 200, sizes: Sizes = SMALL) -> tuple[list[float], Any, Any]
     optimizer = make_optimizer(optax.warmup_cosine_decay_schedule(0, 0.02, 20, steps))
     params = init_params(sizes, jax.random.key(0))
     state = init_state(optimizer, params)
-    step = jax.jit(functools.partial(train_step, optimizer, sizes), donate_argnums=(0, 1))
+    of_sizes = functools.partial(layer, sizes)
+    one_step = functools.partial(train_step, optimizer, of_sizes)
+    step = jax.jit(one_step, donate_argnums=(0, 1))
     losses = []
     for key in jax.random.split(jax.random.key(1), steps):
         start, stride = jax.random.randint(key, (2, 16, 1), 0, sizes.vocabulary)
