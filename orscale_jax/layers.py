@@ -12,7 +12,7 @@ import optax
 from orscale_jax import validate
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.checks import require_state
-from orscale_jax.trees.names import name_and_shape, quoted
+from orscale_jax.trees.names import name_and_shape
 from orscale_jax.trees.nodes import nodes_of
 
 
@@ -121,30 +121,27 @@ def vjp_layers(
         message = "pass the state of init_layers(optimizer, stacked_params)"
         raise ValueError(f"{message}: {error}") from None
     _require_gradients(layer, one, x)
-    # Leaves of x that are returned unchanged are not stacked.
+    # Leaves of x that are returned unchanged are not stacked: None stands for them.
     jaxpr, (leaves, tree) = jax.make_jaxpr(layer)(one, x).jaxpr, jax.tree.flatten(x)
-    inputs_of_jaxpr = jaxpr.invars[-len(leaves) :]
-    same = [a is b for a, b in zip(inputs_of_jaxpr, jaxpr.outvars, strict=False)]
+    of_x = jaxpr.invars[-len(leaves) :]
+    same = [a is b for a, b in zip(of_x, jaxpr.outvars, strict=False)]
 
     def forward(x: Any, i: Any) -> tuple[Any, Any]:
         pairs = zip(jax.tree.leaves(x), same, strict=True)
-        return layer(_take(stacked_params, i, axis), x), [
-            None if s else a for a, s in pairs
-        ]
+        changing = [None if s else a for a, s in pairs]
+        return layer(_take(stacked_params, i, axis), x), changing
 
     y, inputs = jax.lax.scan(forward, x, jnp.arange(count))
 
-    def read(params: PyTree, state: optax.OptState, i: Any) -> Any:
-        pairs = zip(leaves, _take(inputs, i), strict=True)
-        x = jax.tree.unflatten(tree, [a if b is None else b for a, b in pairs])
-        return _take(params, i, axis), _take(state, i), x
-
     def pull(dy: Any, *, step: bool = True) -> Any:
         def back(j: Any, carry: Any) -> Any:
-            # What is read is carried. If it were read where the stacks are written, XLA
-            # would read it anew for each use, also after the writing, and copy stacks.
-            dy, params, state, square, (p, s, x) = carry
+            # p and s have been read in the iteration before. If they were read where the
+            # stacks are written, XLA would read them anew for each use, also after the
+            # writing, and would therefore copy the stacks.
+            dy, params, state, square, p, s = carry
             i = count - 1 - j
+            pairs = zip(leaves, _take(inputs, i), strict=True)
+            x = jax.tree.unflatten(tree, [a if b is None else b for a, b in pairs])
             # The step waits for dx: then no other intermediate of the layer is needed.
             grads, dx = jax.lax.optimization_barrier(jax.vjp(layer, p, x)[1](dy))
             for g in jax.tree.leaves(grads):
@@ -153,11 +150,12 @@ def vjp_layers(
                 updates, s = optimizer.update(grads, s, p)
                 params = _put(params, optax.apply_updates(p, updates), i, axis)
                 state = _put(state, s, i)
-            return dx, params, state, square, read(params, state, i - 1)
+            p, s = _take(params, i - 1, axis), _take(state, i - 1)
+            return dx, params, state, square, p, s
 
-        first = read(stacked_params, stacked_state, count - 1)
-        carry = dy, stacked_params, stacked_state, jnp.float32(0), first
-        return jax.lax.fori_loop(0, count, back, carry)[:-1]
+        p, s = _take(stacked_params, count - 1, axis), _take(stacked_state, count - 1)
+        carry = dy, stacked_params, stacked_state, jnp.float32(0), p, s
+        return jax.lax.fori_loop(0, count, back, carry)[:4]
 
     return y, pull
 

@@ -456,3 +456,32 @@ def test_what_is_sent_is_of_one_layer(sizes, up, down, mu_dtype, kind):
 
 def stacked_shardings(tree):
     return jax.tree.map(lambda s: NamedSharding(s.mesh, P(None, *s.spec)), tree)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("mu_dtype", [None, "int8"])
+def test_the_state_of_a_stack_becomes_that_of_layers_and_back(mu_dtype):
+    """The lines of the page, for a run that goes on."""
+    params, optimizer = stacked(), muon(2e-2, mu_dtype=mu_dtype)
+    numbers = jax.tree.map(lambda a: MuonDimensionNumbers(1, 2), params)
+    numbers["norm"] = None
+    whole = muon(2e-2, mu_dtype=mu_dtype, weight_dimension_numbers=numbers)
+
+    def step(params, state, x):
+        grads, _ = gradients(params, x)[1]
+        updates, state = whole.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = jax.jit(step)(params, whole.init(params), inputs(0))
+    wanted = jax.eval_shape(functools.partial(init_layers, optimizer), params)
+    of_layers = jax.tree.map(lambda a, w: jnp.broadcast_to(a, w.shape), state, wanted)
+    found, after, _ = step_of(optimizer)(params, of_layers, inputs(1))
+    wanted, of_stack = jax.jit(step)(params, state, inputs(1))
+    assert_close(found, wanted, 1e-5, 1e-5)
+    back = jax.tree.map(
+        lambda a, w: a if a.shape == w.shape else a[0], after, whole.init(params)
+    )
+    assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, of_stack)
+    found, _ = jax.jit(step)(found, back, inputs(2))
+    wanted, _ = jax.jit(step)(wanted, of_stack, inputs(2))
+    assert_close(found, wanted, 1e-5, 1e-4)
