@@ -1,6 +1,7 @@
 """A scan over layers whose backward pass steps them, and holds one layer's gradients."""
 
 import concurrent.futures
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -124,7 +125,8 @@ def vjp_layers(
     # Leaves of x that are returned unchanged are not stacked: None stands for them.
     jaxpr, (leaves, tree) = jax.make_jaxpr(layer)(one, x).jaxpr, jax.tree.flatten(x)
     of_x = jaxpr.invars[-len(leaves) :]
-    same = [a is b for a, b in zip(of_x, jaxpr.outvars, strict=False)]
+    pairs = itertools.zip_longest(of_x, jaxpr.outvars[: len(leaves)])
+    same = [a is b for a, b in pairs]
 
     def forward(x: Any, i: Any) -> tuple[Any, Any]:
         pairs = zip(jax.tree.leaves(x), same, strict=True)
@@ -173,6 +175,8 @@ def _put(stacked: PyTree, one: PyTree, i: Any, axis: int = 0) -> PyTree:
 def _number_and_first(stacked_params: PyTree, axis: int) -> tuple[int, PyTree]:
     """The number of layers, and the first layer, abstract."""
     leaves = jax.tree.leaves_with_path(stacked_params)
+    if not leaves:
+        raise ValueError("stacked_params has no arrays: pass those of the layers.")
     counts = [np.shape(leaf)[axis : axis + 1] for _, leaf in leaves]
     for (path, leaf), count in zip(leaves, counts, strict=True):
         if count != counts[0] or not count:

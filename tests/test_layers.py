@@ -378,6 +378,8 @@ def test_stacks_of_other_lengths_are_refused():
         init_layers(optimizer, longer)
     with pytest.raises(ValueError, match=r"'eps' of shape \(\) does not"):
         vjp_layers(layer, optimizer, {**params, "eps": jnp.ones(())}, (), inputs(0))
+    with pytest.raises(ValueError, match="has no arrays"):
+        init_layers(optimizer, {})
 
 
 def test_a_state_that_is_not_stacked_is_refused():
@@ -394,6 +396,10 @@ def test_a_layer_returns_an_array_like_its_input():
     state = init_layers(optimizer, params)
     with pytest.raises(TypeError, match="equal types"):
         vjp_layers(lambda p, x: x @ p["up"], optimizer, params, state, inputs(0))
+    with pytest.raises(TypeError, match="pytree structure"):
+        vjp_layers(lambda p, x: (x, x), optimizer, params, state, inputs(0))
+    with pytest.raises(TypeError, match="pytree structure"):
+        vjp_layers(lambda p, x: x[0], optimizer, params, state, (inputs(0), inputs(1)))
 
 
 # Meshes.
