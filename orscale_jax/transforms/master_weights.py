@@ -52,10 +52,8 @@ def keep_master_weights(
     With ``bits=8`` a master weight has 24 bits and takes 3 bytes, its parameter included.
     Each new master weight is rounded to the nearest number of 24 bits, to an even one if
     two are as near. A step of more than :math:`2^{-16} |w|` always moves a weight w, and
-    a step of less than :math:`2^{-17} |w|` is always lost. The steps of AdamW are about η
-    and those of :func:`muon` 0.2 η: use 16 bits at rates below 1.5e-5 if AdamW trains
-    weights near 1, such as the scales of norms. For weights near 0.02 the limits are 3e-7
-    with AdamW and 1.5e-6 with Muon.
+    a step of less than :math:`2^{-17} |w|` is always lost. Use 16 bits at rates below
+    1.5e-5 if AdamW trains weights near 1, such as the scales of norms.
 
     ``inner`` sees only the master weights, and gradients in float32. Its state therefore
     has the dtypes of float32 training, and the norms of :func:`orscale` are norms of the
@@ -102,6 +100,8 @@ def keep_master_weights(
       >>> print(train(optax.sgd(1e-3), params))  # Less than half a unit: lost.
       [1]
       >>> print(train(keep_master_weights(optax.sgd(1e-3)), params))
+      [0.898438]
+      >>> print(train(keep_master_weights(optax.sgd(1e-3), bits=8), params))
       [0.898438]
 
     References:
