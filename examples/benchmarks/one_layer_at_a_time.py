@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import tyro
+from jax.experimental.layout import Format, Layout
 from jax.sharding import SingleDeviceSharding
 from optax.contrib import MuonDimensionNumbers
 
@@ -104,7 +105,7 @@ class Row(NamedTuple):
     arguments: int  # Parameters, state and tokens.
     temporaries: int  # And results that do not replace arguments.
     saved: int  # Of these, the inputs of layers.
-    peak: int  # By XLA.
+    peak: int  # Of all that is in use at a time.
 
     def cells(self) -> Iterator[str]:
         """In the order of `COLUMNS`."""
@@ -114,20 +115,21 @@ class Row(NamedTuple):
             yield f"{nbytes / self.parameters:.2f}"
         yield f"{whole / 1e9:.1f}"
         yield f"{self.peak / 1e9:.1f}"
+        yield f"{(self.peak - self.saved) / self.parameters:.2f}"
 
 
 COLUMNS = (
     "model", "parameters, billions", "weights and state, bytes per parameter",
     "temporaries, bytes per parameter", "of these saved inputs, bytes per parameter",
     "all but saved inputs, bytes per parameter", "all, GB", "peak, GB",
+    "peak but saved inputs, bytes per parameter",
 )  # fmt: skip
 
 
 def measured(model: Model, tokens: int, device: jax.Device) -> Row:
     """What a compiler allocates for the step of a model."""
-    placed = functools.partial(
-        jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device)
-    )
+    sharding = SingleDeviceSharding(device)
+    placed = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
     optimizer = example.make_optimizer(
         1e-3, **{"weight_dimension_numbers": numbers} if model.experts else {}
     )
@@ -142,7 +144,16 @@ def measured(model: Model, tokens: int, device: jax.Device) -> Row:
     )
     batch = placed((model.sequences, tokens // model.sequences + 1), jnp.int32)
     step = functools.partial(example.train_step, optimizer, model.layer)
-    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batch)
+    # For TPUs the compiler chooses the layouts: it would otherwise copy some stacks into
+    # others before the loops, and back. (`compiled.input_formats` then has them.)
+    chosen = Format(Layout.AUTO, sharding) if device.platform == "tpu" else None
+    jitted = jax.jit(
+        step,
+        donate_argnums=(0, 1),
+        in_shardings=(chosen, chosen, None),
+        out_shardings=(chosen, chosen, None, None),
+    )
+    lowered = jitted.lower(params, state, batch)
     gpu = device.platform != "tpu" and device.platform != "cpu"
     options = topologies.GPU_COMPILER_OPTIONS if gpu else {}
     found: Any = lowered.compile(compiler_options=dict(options)).memory_analysis()
