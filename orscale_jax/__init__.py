@@ -20,6 +20,7 @@ from orscale_jax.convert import (
 )
 from orscale_jax.family.neurons import NeuronRMSState as NeuronRMSState
 from orscale_jax.family.sphere import InitialNormState as InitialNormState
+from orscale_jax.layers import init_layers as init_layers, vjp_layers as vjp_layers
 from orscale_jax.newton_schulz.coefficients import (
     polar_express_coefficients as polar_express_coefficients,
 )

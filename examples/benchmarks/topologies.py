@@ -73,6 +73,8 @@ def h100s(count: int) -> list[jax.Device]:
       ValueError: If they make no whole nodes.
       NotImplementedError: If JAX's plugin for CUDA is not installed.
     """
+    # Newer plugins of JAX would otherwise ask the driver, which is not there.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     per_node = min(count, PER_NODE)
     if not count or count % per_node:
         raise ValueError(

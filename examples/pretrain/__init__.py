@@ -15,6 +15,7 @@ step        a step: gradient, optimizer, the model's other variables
 setup       the training state, sharded, before there is any array
 task        what the loop asks of a model and of its data
 config      the options of a run, and the values that are refused
+layers      a step that holds the gradients of one block at a time
 optimizers  every optimizer that a recipe may name
 meshes      the mesh, and the table from logical names to its axes
 loading     the examples of each batch, and which of them a process reads

@@ -96,6 +96,9 @@ class TextRecipe(Recipe):
 
     # Tokens that a prediction may look back on.
     seq_len: int
+    # Whether the backward pass steps each block as soon as its gradients are known: the
+    # gradients of one block exist at a time.
+    one_layer_at_a_time: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from examples.pretrain.config import Recipe
 from examples.pretrain.errors import UsageError
+from examples.pretrain.layers import Layers, layers_of
 from examples.pretrain.meshes import in_effect, rules_of
 from examples.pretrain.models.sharding import create, shardings
 from examples.pretrain.optimizers import make_optimizer, peak_rates
@@ -34,6 +35,7 @@ class Setup:
     schedule: optax.Schedule
     optimizer: optax.GradientTransformationExtraArgs
     abstract: State  # Shapes, dtypes and shardings.
+    layers: Layers | None = None  # Of a run that steps one layer at a time.
 
     def initial_state(self) -> State:
         """The state before the first step, made where it belongs."""
@@ -45,7 +47,8 @@ class Setup:
         params, variables = split(model)
         where = jax.tree.map(lambda x: x.sharding, self.abstract["opt_state"])
         with in_effect(self.mesh):
-            opt_state = jax.jit(self.optimizer.init, out_shardings=where)(params)
+            init = self.layers.init if self.layers else self.optimizer.init
+            opt_state = jax.jit(init, out_shardings=where)(params)
         return {"params": params, "variables": variables, "opt_state": opt_state}
 
     def merge(self, params: PyTree, variables: PyTree) -> Any:
@@ -63,6 +66,7 @@ def set_up(task: Task, recipe: Recipe, mesh: Mesh, zero1: bool = False) -> Setup
     optimizer = make_optimizer(
         recipe, schedule, weight_dimension_numbers=numbers, param_shardings=params
     )
+    layers = layers_of(task, recipe, model, mesh, schedule)
     if recipe.clip is not None:
         optimizer = optax.chain(optax.clip_by_global_norm(recipe.clip), optimizer)
     with in_effect(mesh):
@@ -71,9 +75,16 @@ def set_up(task: Task, recipe: Recipe, mesh: Mesh, zero1: bool = False) -> Setup
             jax.eval_shape(optimizer.init, params),
             state_shardings(optimizer, of_state),
         )
+        if layers is not None:
+            whole = NamedSharding(mesh, PartitionSpec())
+            opt_state = jax.tree.map(
+                lambda x: x.update(sharding=whole), jax.eval_shape(layers.init, params)
+            )
     state = {"params": params, "variables": variables, "opt_state": opt_state}
     graphdef = nnx.graphdef(model)
-    return Setup(task, recipe, mesh, graphdef, numbers, schedule, optimizer, state)
+    return Setup(
+        task, recipe, mesh, graphdef, numbers, schedule, optimizer, state, layers
+    )
 
 
 def learning_rates(recipe: Recipe) -> optax.Schedule:

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, PartitionSpec
 
+from examples.pretrain.errors import UsageError
+from examples.pretrain.layers import Layers
 from examples.pretrain.setup import Setup, State, split
 from examples.pretrain.task import Metrics
 
@@ -20,6 +22,8 @@ TrainStep = Callable[[State, Batch], tuple[State, Metrics]]
 
 def make_train_step(setup: Setup, accumulation: int) -> TrainStep:
     """The step as a function of the state and a batch, which gives the next state."""
+    if setup.layers is not None:
+        return one_layer_at_a_time(setup, setup.layers, accumulation)
     gradient = gradient_of(setup, accumulation)
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
@@ -31,6 +35,24 @@ def make_train_step(setup: Setup, accumulation: int) -> TrainStep:
             updates, opt_state = setup.optimizer.update(grads, state["opt_state"], params)
             params = optax.apply_updates(params, updates)
         variables = setup.task.after_step(variables, metrics)
+        return {"params": params, "variables": variables, "opt_state": opt_state}, metrics
+
+    return train_step
+
+
+def one_layer_at_a_time(setup: Setup, layers: Layers, accumulation: int) -> TrainStep:
+    """The same, except that the gradients of one block exist at a time."""
+    if accumulation > 1:
+        raise UsageError(
+            "--one-layer-at-a-time takes the whole batch at once: leave out "
+            "--per-device-batch, or pass a smaller --batch-size."
+        )
+
+    def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
+        params, opt_state, metrics = layers.step(
+            setup, state["params"], state["variables"], state["opt_state"], batch
+        )
+        variables = setup.task.after_step(state["variables"], metrics)
         return {"params": params, "variables": variables, "opt_state": opt_state}, metrics
 
     return train_step

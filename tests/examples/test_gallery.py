@@ -1,5 +1,6 @@
 """The programs of the gallery run at tiny sizes, and do what they say."""
 
+import functools
 import signal
 
 import jax
@@ -22,6 +23,7 @@ from examples.gallery import (
     maxtext_style,
     mixture_of_experts,
     nnx_gpt,
+    one_layer_at_a_time,
     sharded_gpt,
     two_momenta,
     vit,
@@ -246,3 +248,52 @@ def test_two_momenta():
     losses = two_momenta.main(steps=40, width=8)
     assert losses.keys() == {"muon", "two momenta"}
     assert max(losses.values()) < 2.5
+
+
+@pytest.mark.extended
+def test_one_layer_at_a_time():
+    sizes = one_layer_at_a_time.Sizes(2, 32, 2, 1, 64, 64, 2)
+    losses, params, state = one_layer_at_a_time.main(steps=40, sizes=sizes)
+    assert losses[-1] < losses[0] - 1
+    assert {a.dtype for a in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    [(_, trace)] = optax.tree.get_all_with_path(state["layers"], "trace")
+    assert trace["query"].shape == params["layers"]["query"].shape == (2, 32, 32)
+    for name, leaf in (("embedding", "embedding"), ("head", "lm_head")):
+        [(_, mu)] = optax.tree.get_all_with_path(state[name], "mu")
+        assert (mu[leaf].dtype, mu[leaf].shape) == (jnp.int8, (2, 32, 32))
+
+
+@pytest.mark.extended
+def test_one_layer_at_a_time_has_the_gradients_of_the_whole_loss():
+    """Pieces and layers together: by the steps of gradient descent, in float32."""
+    sizes = one_layer_at_a_time.Sizes(2, 32, 2, 1, 64, 64, 4)
+    params = one_layer_at_a_time.init_params(sizes, jax.random.key(0))
+    params = jax.tree.map(lambda a: a.astype(jnp.float32), params)
+    batch = jax.random.randint(jax.random.key(1), (3, 17), 0, 64)
+    optimizer = optax.sgd(1.0)
+    layer = functools.partial(one_layer_at_a_time.layer, sizes)
+    state = one_layer_at_a_time.init_state(optimizer, params)
+    step = functools.partial(one_layer_at_a_time.train_step, optimizer, layer)
+    after, _, found, norm = jax.jit(step)(params, state, batch)
+
+    @jax.jit
+    def loss(params):
+        tables = params["embedding"]["embedding"], params["head"]["lm_head"]
+        embedding, head = (table.reshape(64, 32) for table in tables)
+        x = embedding[batch[:, :-1]]
+        x, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x, params["layers"])
+        logits = one_layer_at_a_time.norm(params["norm"]["scale"], x) @ head.T
+        return optax.losses.softmax_cross_entropy_with_integer_labels(
+            logits, batch[:, 1:]
+        ).mean()
+
+    wanted, grads = jax.value_and_grad(loss)(params)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    jax.tree.map(
+        lambda old, new, g: np.testing.assert_allclose(old - new, g, atol=1e-6),
+        params,
+        after,
+        grads,
+    )
+    del grads["norm"]  # The norm is that of the layers and the pieces.
+    np.testing.assert_allclose(norm, optax.tree.norm(grads), rtol=1e-5)

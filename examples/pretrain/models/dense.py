@@ -83,9 +83,13 @@ class Dense(nnx.Module):
 
     def hidden(self, tokens_BxT: jax.Array) -> jax.Array:
         """The normed states that the head turns into logits."""
-        x_BxTxD = look_up(self.embed, tokens_BxT)
+        x_BxTxD = self.embedded(tokens_BxT)
         x_BxTxD, _ = run(self.blocks, x_BxTxD, remat=self.config.remat)
         return self.final_norm(x_BxTxD)
+
+    def embedded(self, tokens_BxT: jax.Array) -> jax.Array:
+        """The states that the first block is given."""
+        return look_up(self.embed, tokens_BxT)
 
     def logits(self, x_BxTxD: jax.Array) -> jax.Array:
         """The logits of some of the `hidden` states."""

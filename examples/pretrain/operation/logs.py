@@ -45,7 +45,8 @@ class Logs:
         self._setup, self._config, self._console = setup, config, console
         self._warned: set[str] = set()
         optimizer = OPTIMIZERS[setup.recipe.optimizer]
-        self._readouts = Readouts(folder, setup, start) if optimizer.readable else None
+        readable = optimizer.readable and setup.layers is None
+        self._readouts = Readouts(folder, setup, start) if readable else None
         self._recorder = Recorder(folder, setup, start) if is_first() else None
         self._label, self._start = optimizer.label, start
         self._began = self._said = time.monotonic()
