@@ -7,8 +7,10 @@ A row that was killed continues where it was.
 """
 
 import argparse
+import math
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -51,6 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(markdown(stored_entries()))
         return
     name = given.name or given.entry.rpartition(":")[2]
+    if not re.fullmatch(r"[\w-]+", name):
+        parser.error(f"--name {name}: a name has letters, digits, - and _ only.")
+    if ENTRIES.get(name, given.entry) != given.entry:
+        parser.error(f"{name} is the name of {ENTRIES[name]}: pass another --name.")
+    if given.processes < 1 or not all(0 < rate < math.inf for rate in given.guess):
+        parser.error("--processes and both rates of --guess have to be above 0.")
     check(find_factory(given.entry), given.entry)
     workloads, folder = WORKLOADS, given.out
     seeds: Sequence[int] = SEARCH_SEEDS
@@ -108,3 +116,5 @@ if __name__ == "__main__":
         main()
     except UsageError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("Stopped. The same command continues.")

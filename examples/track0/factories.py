@@ -3,6 +3,7 @@
 ``docs/track0.md`` says what a factory takes, and how it is applied.
 """
 
+import difflib
 import functools
 import importlib
 import inspect
@@ -23,7 +24,7 @@ Factory = Callable[..., optax.GradientTransformation]
 # From the parameters to a tree of dimension numbers; None for a parameter of AdamW.
 Numbers = Callable[[PyTree], PyTree]
 
-_ASKED = "(learning_rate, other_learning_rate, weight_dimension_numbers)"
+_ASKED = ("learning_rate", "other_learning_rate", "weight_dimension_numbers")
 
 
 def of_matrices(
@@ -39,6 +40,11 @@ def of_matrices(
       others: The optimizer of all other parameters.
       weight_dimension_numbers: As Track 0 passes it to a factory.
     """
+    if not callable(matrices):
+        raise TypeError(
+            "matrices has to be a function of dimension numbers: for an optimizer that "
+            "needs none, pass lambda numbers: optimizer."
+        )
 
     def build(params: PyTree) -> optax.GradientTransformation:
         numbers = weight_dimension_numbers(params)
@@ -98,8 +104,8 @@ def check(factory: Factory, name: str) -> None:
     grads = jax.tree.map(lambda x: jnp.linspace(-1, 1, x.size).reshape(x.shape), params)
     numbers = {"matrix": optax.contrib.MuonDimensionNumbers(0, 1), "bias": None}
 
-    def moved(rate: float, other: float) -> dict[str, np.ndarray]:
-        schedules = (lambda step: rate * 0.5**step, lambda step: other * 0.5**step)
+    def moved(rate: float, other: float, then: float = 0.5) -> dict[str, np.ndarray]:
+        schedules = (lambda step: rate * then**step, lambda step: other * then**step)
         optimizer = build(factory, *schedules, lambda _: numbers)
         now, state = params, optimizer.init(params)
         for _ in range(2):
@@ -109,20 +115,35 @@ def check(factory: Factory, name: str) -> None:
 
     try:
         slow, *fast = moved(1e-3, 1e-3), moved(2e-3, 1e-3), moved(1e-3, 2e-3)
+        later = moved(1e-3, 1e-3, then=0.25)
     except Exception as error:
         words = f"{type(error).__name__}: {error}"
         raise UsageError(
             f"{name} fails on a matrix of 4×6 and a bias of 6: {words}\n"
-            f"A factory takes keyword arguments of {_ASKED} and gives an optimizer of "
-            "Optax. Rates are schedules, which are functions of the step count: pass "
-            "them to a stage that takes schedules, such as optax.scale_by_learning_rate. "
-            "update is called with updates, state and params."
+            f"A factory takes keyword arguments of {', '.join(_ASKED)} and gives an "
+            "optimizer of Optax. Rates are schedules, which are functions of the step "
+            "count: pass them to a stage that takes schedules, such as "
+            "optax.scale_by_learning_rate. update is called with updates, state and "
+            "params."
         ) from error
-    wanted = ("learning_rate", "other_learning_rate")
-    for key, rate, changed in zip(slow, wanted, fast, strict=True):
+    for given in inspect.signature(factory).parameters:
+        meant = difflib.get_close_matches(given, _ASKED, 1, cutoff=0.9)
+        if meant and given not in _ASKED:
+            raise UsageError(f"{name} takes {given}: write {meant[0]}.")
+    for key, rate, changed in zip(slow, _ASKED[:2], fast, strict=True):
         if not np.isfinite(slow[key]).all():
             raise UsageError(f"{name}: the {key} is not finite after two steps.")
         if not slow[key].any():
             raise UsageError(f"{name} does not move the {key}.")
         if np.array_equal(slow[key], changed[key]):
             raise UsageError(f"{name} does not use {rate} for the {key}.")
+        if np.array_equal(slow[key], later[key]):
+            raise UsageError(
+                f"{name} keeps {rate} of the first step for the {key}: pass the schedule "
+                "itself to the optimizer."
+            )
+        if np.vdot(slow[key], grads[key]) > 0:
+            raise UsageError(
+                f"{name} moves the {key} along its gradient: let the chain end with "
+                "optax.scale_by_learning_rate, which changes the sign."
+            )

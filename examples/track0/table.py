@@ -145,7 +145,8 @@ def markdown(entries: Mapping[str, Entry]) -> str:
     """The table of differences from `muon`, and the entries that have not been run."""
     reference, goal = entries["muon"].cells, entries.get("adamw")
     texts = [name for name in reference if name in TEXTS]
-    heading = ["entry", "four texts", "verdict", *reference, "rates over `muon`'s"]
+    of = "four texts" if len(texts) == len(TEXTS) else "text"
+    heading = ["entry", of, "verdict", *reference, "rates over `muon`'s"]
     heading += ["steps to AdamW's loss, %", "state, bytes", "CPU time of a step"]
 
     def line(name: str, found: list[str]) -> list[str]:
@@ -159,7 +160,7 @@ def markdown(entries: Mapping[str, Entry]) -> str:
             f"`{name}`",
             *found,
             ", ".join(f"{x:.2g} and {y:.2g}" for x, y in times),
-            f"{100 * np.mean(shares):.0f}",
+            f"{100 * np.mean(shares):.0f}" if np.isfinite(shares).all() else "–",
             f"{entries[name].bytes_of_state:,}",
             f"{cells[texts[0]].seconds / reference[texts[0]].seconds:.2f}",
         ]

@@ -51,8 +51,9 @@ def workers(
                 spent = time.monotonic() - began
                 left = max(expected - done, 0) * spent / done / 60
                 print(
-                    f"{name}, rates {rates.matrices:g} and {rates.others:g}, seed "
-                    f"{seed}: {run.loss:.4f} nats. About {left:.0f} minutes are left."
+                    f"{table.stem} on {name}, rates {rates.matrices:g} and "
+                    f"{rates.others:g}, seed {seed}: {run.loss:.4f} nats. About "
+                    f"{left:.0f} minutes are left for {table.stem}."
                 )
         return [[losses[name, rates, seed] for seed in seeds] for rates in points]
 
@@ -70,6 +71,8 @@ def workers(
 
 def _begin(cores: Any, cache: pathlib.Path) -> None:
     """Keeps a process to one core, and lets it use what another has compiled."""
+    parent: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: os._exit(parent.join() or 1), daemon=True).start()
     number = cores.get()
     if hasattr(os, "sched_setaffinity"):
         available = sorted(os.sched_getaffinity(0))

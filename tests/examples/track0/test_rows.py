@@ -135,3 +135,13 @@ def test_the_table_and_its_picture(capsys, monkeypatch, tmp_path):
     assert list(compared) == ["mine", "adamw"]
     figure.draw(compared, tmp_path / "track0.png", narrow=True)
     assert (tmp_path / "track0_narrow.png").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--processes 0", "--guess 0 1", "--name ../x", "--name adamw"],
+)
+def test_options_that_are_refused(options, capsys):
+    with pytest.raises(SystemExit):
+        command.main([command.REFERENCE, *options.split()])
+    assert options.split()[0] in capsys.readouterr().err.split("error:")[1]

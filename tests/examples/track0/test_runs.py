@@ -115,6 +115,23 @@ def one_for_both(learning_rate, other_learning_rate):
     return optax.sgd(learning_rate)
 
 
+def frozen(learning_rate):
+    return optax.adam(learning_rate(0))
+
+
+def upwards(learning_rate):
+    return optax.scale_by_schedule(learning_rate)
+
+
+def misspelled(learning_rate, other_learnin_rate=1e-3):
+    return optax.sgd(learning_rate)
+
+
+def no_function(learning_rate, weight_dimension_numbers):
+    sgd = optax.sgd(learning_rate)
+    return of_matrices(sgd, sgd, weight_dimension_numbers)
+
+
 def nothing(learning_rate):
     return optax.set_to_zero()
 
@@ -127,6 +144,10 @@ def nothing(learning_rate):
         (nan, "the matrix is not finite"),
         (one_for_both, "does not use other_learning_rate for the bias"),
         (nothing, "does not move the matrix"),
+        (frozen, "keeps learning_rate of the first step for the matrix"),
+        (upwards, "moves the matrix along its gradient"),
+        (misspelled, "takes other_learnin_rate: write other_learning_rate"),
+        (no_function, "pass lambda numbers: optimizer"),
         (dict, "A factory takes keyword arguments"),
     ],
 )
