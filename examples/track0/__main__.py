@@ -85,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     others = {} if given.smoke else stored_entries()
     here = {"muon": Entry(REFERENCE, theirs), name: Entry(given.entry, ours)}
     print(markdown(others | here))
+    first = next(iter(workloads))
+    times = ours[first].seconds / theirs[first].seconds
+    print(f"A step on {first} took {times:.2f} times the CPU time of a step of muon.")
 
 
 def reference_here(

@@ -147,7 +147,7 @@ def markdown(entries: Mapping[str, Entry]) -> str:
     texts = [name for name in reference if name in TEXTS]
     of = "four texts" if len(texts) == len(TEXTS) else "text"
     heading = ["entry", of, "verdict", *reference, "rates over `muon`'s"]
-    heading += ["steps to AdamW's loss, %", "state, bytes", "CPU time of a step"]
+    heading += ["steps to AdamW's loss, %", "state, bytes"]
 
     def line(name: str, found: list[str]) -> list[str]:
         cells = entries[name].cells
@@ -162,7 +162,6 @@ def markdown(entries: Mapping[str, Entry]) -> str:
             ", ".join(f"{x:.2g} and {y:.2g}" for x, y in times),
             f"{100 * np.mean(shares):.0f}" if np.isfinite(shares).all() else "–",
             f"{entries[name].bytes_of_state:,}",
-            f"{cells[texts[0]].seconds / reference[texts[0]].seconds:.2f}",
         ]
 
     rows = [(0.0, line("muon", ["0", "reference", *("0" for _ in reference)]))]

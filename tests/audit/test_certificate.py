@@ -31,7 +31,13 @@ from tests.audit.silent_faults import (
 )
 from tests.everything import OPTIMIZERS
 from tests.runs import AUTO, EXPLICIT, mesh_of
-from tests.test_recipes import built, page, table  # noqa: F401  A fixture.
+from tests.test_recipes import (  # A fixture.
+    built,
+    init,
+    loss_fn,
+    page,  # noqa: F401
+    table,
+)
 
 
 def abstract(mesh, shapes=SHAPES, specs=SPECS, dtype=jnp.float32):
@@ -119,12 +125,12 @@ def test_no_false_alarm_for_optax_and_a_trainer():
 @pytest.mark.parametrize("name", [x for x in table() if not x.startswith("track_3")])
 def test_no_false_alarm_for_a_recipe(page, name):  # noqa: F811
     optimizer, _ = built(page, name)
-    params = jax.eval_shape(page["init"], jax.random.key(0))
+    params = jax.eval_shape(init, jax.random.key(0))
     if name == "kimi_k2":  # QK-Clip wants the logits.
         with pytest.raises(ValueError, match="arguments, bind them with functools"):
             assert_same_on(mesh_of({"data": 8}), optimizer, params)
         tokens = jax.ShapeDtypeStruct((4, 9), int)
-        _, logits = jax.eval_shape(page["loss"], params, tokens)
+        _, logits = jax.eval_shape(loss_fn, params, tokens)
         logits = jax.tree.map(lambda x: np.full(x.shape, 200.0, x.dtype), logits)
         update = functools.partial(optimizer.update, max_logits=logits)
         optimizer = optax.GradientTransformation(optimizer.init, update)

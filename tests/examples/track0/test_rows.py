@@ -130,7 +130,7 @@ def test_the_table_and_its_picture(capsys, monkeypatch, tmp_path):
     assert all(cells[text] == "-0.0200" for text in TEXTS)
     assert cells["rates over `muon`'s"] == ", ".join(["2 and 1"] * len(TEXTS))
     assert lines[4][2] == "worse" and lines[5][1] == "not yet run"
-    assert lines[4][-3] == "100"
+    assert lines[4][-2] == "100"
     compared = table.compare(entries)
     assert list(compared) == ["mine", "adamw"]
     figure.draw(compared, tmp_path / "track0.png", narrow=True)
