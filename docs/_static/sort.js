@@ -1,6 +1,6 @@
-// A click on a heading sorts the tables of a page that has the class "sortable" by this column.
+// A click on a heading sorts the table of Track 0 by this column.
 document.addEventListener("DOMContentLoaded", () => {
-  for (const heading of document.querySelectorAll(".sortable thead th")) {
+  for (const heading of document.querySelectorAll("#the-table thead th")) {
     heading.tabIndex = 0;
     heading.title = "Sort by this column";
     const sort = () => {

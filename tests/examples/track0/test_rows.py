@@ -145,3 +145,9 @@ def test_options_that_are_refused(options, capsys):
     with pytest.raises(SystemExit):
         command.main([command.REFERENCE, *options.split()])
     assert options.split()[0] in capsys.readouterr().err.split("error:")[1]
+
+
+@pytest.mark.extended
+def test_the_table_on_the_page():
+    page = table.STORED.parents[1] / "track0.md"
+    assert f"\n{table.markdown(table.stored_entries())}\n" in page.read_text()
