@@ -63,7 +63,8 @@ def describe(
         an NNX model, the table shows the variables that the ``nnx.Optimizer`` trains,
         or all ``nnx.Param``. Leaves that are None or masked have no row.
       optimizer: The optimizer, which may be any Optax optimizer, or a
-        ``flax.nnx.Optimizer``. Its ``init`` is traced, not run. The types in its state
+        ``flax.nnx.Optimizer``. Only the latter passes functions of labels and masks the
+        paths that training does. Its ``init`` is traced, not run. The types in its state
         tell the rule of each parameter, and under :func:`optax.partition` there is a
         column "label". Steps of Newton–Schulz that are traced, as inside
         :func:`optax.inject_hyperparams`, count as five. None: :func:`muon` with its
