@@ -1,6 +1,26 @@
 """Two published recipes with stages of their own: modded-nanogpt and marin.
 
-They are for the model of docs/recipes.md, which says where each number comes from.
+They are for the model of ``docs/recipes.md``, which names the sources.
+
+`modded_nanogpt` differs from the code, which we read, in these points:
+
+- NorMuon keeps the norm of Q in both. The code divides along the longer axis, and the
+  call by output neurons.
+- The decay is cautious in both: 1.2 times the square of the rate. In the call, the scale
+  does not multiply the decay.
+- The code stores the second matrix of the MLP as (4d, d), with a scale of 2 and twice the
+  rate. The call has four times the rate, because its scale is 1.
+- In the code, Adam has a rate, β and decay for each parameter, and takes every other
+  step. The call has one rate, one β and no decay.
+
+`marin`: MuonH trains the matrices of attention and experts, AdamH trains the head at the
+same rate, and Adam trains embedding, router, gates and norms. We read: momentum 0.95 with
+Nesterov's term, five steps of "quintic" (here ``"dion"``), rates of 0.003291 and
+0.000759, β = (0.9, 0.95), ε = 6.04e-15, a linear schedule with 1 % of warm-up down to
+5 %, no clipping, and no decay of parameters that keep their norm. The decay of Adam's
+other parameters is not known, and the call has 0. marin keeps the norm of the step
+before, and this library keeps the first norm. The coefficients are in
+``lib/levanter/src/levanter/optim/util.py`` at 054a715.
 """
 
 from collections.abc import Callable

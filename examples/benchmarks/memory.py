@@ -25,7 +25,7 @@ from examples.benchmarks import models
 from examples.benchmarks.ahead_of_time import line
 from examples.benchmarks.host_offload import LARGE, on_host
 from examples.benchmarks.models import Leaf, Leaves, Mesh, dense, moonlight, over_all
-from orscale_jax import describe, keep_master_weights, muon, orscale, state_shardings
+from orscale_jax import describe, keep_master_weights, muon, state_shardings
 
 Numbers = Mapping[str, Dims | None]
 BFLOAT16, COUNTS = "bfloat16", (8, 64, 512)
@@ -53,11 +53,11 @@ def ours(optimizer: Callable[..., Any], mu_dtype: str | None = None) -> Any:
 
 
 def mastered(mu_dtype: str | None = None) -> Any:
-    return lambda numbers: keep_master_weights(ours(orscale, mu_dtype)(numbers))
+    return lambda numbers: keep_master_weights(ours(muon, mu_dtype)(numbers))
 
 
 def in_8_bits(numbers: Numbers) -> optax.GradientTransformation:
-    inner = orscale(
+    inner = muon(
         1e-3,
         mu_dtype="int8",
         weight_dimension_numbers=numbers,
@@ -70,20 +70,15 @@ CHOICES = (
     Choice("`optax.adamw`", lambda _: optax.adamw(1e-3)),
     Choice('`optax.adamw`, `mu_dtype="bfloat16"`',
            lambda _: optax.adamw(1e-3, mu_dtype=BFLOAT16)),
-    Choice("`optax.contrib.muon`", lambda numbers: optax.contrib.muon(
-        1e-3, muon_weight_dimension_numbers=numbers)),
     Choice("`muon`", ours(muon)),
     Choice('`muon`, `mu_dtype="bfloat16"`', ours(muon, BFLOAT16)),
     Choice('`muon`, `mu_dtype="int8"`', ours(muon, "int8")),
-    Choice("`orscale`", ours(orscale)),
-    Choice('`orscale`, `mu_dtype="bfloat16"`', ours(orscale, BFLOAT16)),
-    Choice('`orscale`, `mu_dtype="int8"`', ours(orscale, "int8")),
-    Choice("`keep_master_weights(orscale)`", mastered(), weights=BFLOAT16),
-    Choice('`keep_master_weights(orscale)`, `mu_dtype="bfloat16"`', mastered(BFLOAT16),
+    Choice("`keep_master_weights(muon)`", mastered(), weights=BFLOAT16),
+    Choice('`keep_master_weights(muon)`, `mu_dtype="bfloat16"`', mastered(BFLOAT16),
            weights=BFLOAT16),
-    Choice("`keep_master_weights(orscale, bits=8)`, all in 8 bits", in_8_bits,
+    Choice("`keep_master_weights(muon, bits=8)`, all in 8 bits", in_8_bits,
            weights=BFLOAT16),
-    Choice("`orscale`, momentum and moments offloaded", ours(orscale), on_host=LARGE),
+    Choice("`muon`, momentum and moments offloaded", ours(muon), on_host=LARGE),
 )  # fmt: skip
 
 
