@@ -78,6 +78,11 @@ def same_but_for_rounding(shown, printed):
     )
 
 
+def test_the_site_is_read_in_a_morning():
+    pages = (ROOT / "docs").rglob("[!_]*.md")
+    assert sum(len(page.read_text().split()) for page in pages) <= 36_000
+
+
 def test_every_program_of_the_gallery_has_a_page():
     programs, pages = (
         {path.stem for path in (ROOT / folder).glob(files)} - {"__init__"}
