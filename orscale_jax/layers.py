@@ -212,17 +212,25 @@ def _require_separate_steps(optimizer: Any, params: PyTree) -> None:
     def short(n: int) -> int:  # Still a multiple of the number of heads.
         return n if n <= 128 or n % 2 else short(n // 2)
 
-    params = jax.tree.map(lambda a: np.ones([*map(short, a.shape)], a.dtype), params)
-    leaves, tree = jax.tree.flatten(params)
-    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    @jax.jit
+    def small() -> PyTree:
+        ones = jax.tree.map(lambda a: jnp.ones([*map(short, a.shape)], a.dtype), params)
+        return ones, optimizer.init(ones)
+
+    @jax.jit
+    def finite(params: PyTree, state: optax.OptState) -> list[jax.Array]:
+        """The updates of half of the leaves, while the other half has NaN."""
+        (leaves, tree), found = jax.tree.flatten(params), []
+        for half in (0, 1):
+            grads = [a * jnp.nan if i % 2 == half else a for i, a in enumerate(leaves)]
+            updates, _ = optimizer.update(jax.tree.unflatten(tree, grads), state, params)
+            others = jax.tree.leaves(updates)[1 - half :: 2]
+            found += [jnp.isfinite(u).all() for u in others]
+        return found
+
+    _, state = given = small()
     reaches = nodes_of(state, optax.ApplyIfFiniteState, optax.MultiStepsState)
-    for half in (0, 1):
-        grads = [
-            a * a.dtype.type(np.nan) if i % 2 == half else a for i, a in enumerate(leaves)
-        ]
-        updates, _ = update(jax.tree.unflatten(tree, grads), state, params)
-        others = jax.tree.leaves(updates)[1 - half :: 2]
-        reaches += [u for u in others if not jnp.isfinite(u).all()]
+    reaches += [known for known in jax.device_get(finite(*given)) if not known]
     if reaches:
         raise ValueError(
             "a layer is stepped before the next one has gradients, but the optimizer "

@@ -180,7 +180,19 @@ def clip(params):
     return optimizer.update(params, optimizer.init(params), params, max_logits=logits)
 
 
+def two_layers(params):
+    """A step of two layers, from their first state on."""
+    stacked, optimizer = {"w": jnp.stack([params["a"]] * 2)}, muon(1e-3)
+    state = orscale_jax.init_layers(optimizer, stacked)
+    x = params["a"].T
+    y, pull = orscale_jax.vjp_layers(
+        lambda p, x: x @ p["w"] @ p["w"].T, optimizer, stacked, state, x
+    )
+    return pull(y)
+
+
 IN_JIT = {
+    "vjp_layers": lambda now: two_layers(now.params),
     "master_weights": lambda now: masters(now.params),
     "qk_clip": lambda now: clip(now.params),
     "polar_factor": lambda now: orscale_jax.polar_factor(now.params["a"]),
@@ -228,7 +240,8 @@ def test_what_a_loop_writes(after_a_step, tmp_path, guard):
 
 @pytest.mark.parametrize("module", ["", ".diagnostics", ".family"])
 def test_every_public_function_is_here(module):
-    exempt = {"family", "assert_same_on"}  # The second is for tests, which copy arrays.
+    # The second one is for tests, which copy arrays; the third is tried with vjp_layers.
+    exempt = {"family", "assert_same_on", "init_layers"}
     tested = exempt.union(STEPS, STAGES, WRAPPERS, IN_JIT, ON_THE_HOST)
     names = {name.rsplit(".", 1)[-1] for name in public_names("orscale_jax" + module)}
     assert {name for name in names if name[0].islower()} <= tested
