@@ -36,8 +36,8 @@ def trainer_of(data, optimizer, devices=1, per_device_batch=None, **changes):
 @pytest.mark.parametrize(
     ("optimizer", "fused"),
     [
-        ("muon_moonlight", False),
-        ("muon_moonlight", True),
+        ("muon", False),
+        ("muon", True),
         ("adamw", False),
         ("orscale", False),
     ],
@@ -65,12 +65,12 @@ def test_a_killed_run_goes_on(data, tmp_path):
     options = OPTIONS | {"steps": 40, "log_every": 1, "checkpoint_every": 5}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     arguments = {
-        out: tiny.arguments(data, out, optimizer=("muon_moonlight",), **options)
+        out: tiny.arguments(data, out, optimizer=("muon",), **options)
         for out in (whole, killed)
     }
     assert tiny.main(arguments[whole]) == 0
     process = tiny.start(arguments[killed], hold=(20, killed / "never"))
-    table = killed / "muon_moonlight" / "metrics.csv"
+    table = killed / "muon" / "metrics.csv"
     while process.poll() is None and not (table.exists() and len(tiny.rows(table)) > 10):
         time.sleep(0.01)
     process.kill()
@@ -78,11 +78,11 @@ def test_a_killed_run_goes_on(data, tmp_path):
     assert process.returncode == -signal.SIGKILL, output
     assert tiny.main(arguments[killed]) == 0
     losses = [
-        [row["train_loss"] for row in tiny.rows(out / "muon_moonlight" / "metrics.csv")]
+        [row["train_loss"] for row in tiny.rows(out / "muon" / "metrics.csv")]
         for out in (whole, killed)
     ]
     assert len(losses[0]) == 40 and losses[0] == losses[1]
-    states = [tiny.last_state(out / "muon_moonlight") for out in (whole, killed)]
+    states = [tiny.last_state(out / "muon") for out in (whole, killed)]
     assert states[0].keys() == states[1].keys()
     for name, array in states[0].items():
         np.testing.assert_array_equal(states[1][name], array, err_msg=name)
@@ -100,4 +100,4 @@ def test_a_killed_run_goes_on(data, tmp_path):
 )
 def test_options_that_contradict(data, changes, said):
     with pytest.raises(UsageError, match=said):
-        trainer_of(data, "muon_moonlight", **(OPTIONS | changes))
+        trainer_of(data, "muon", **(OPTIONS | changes))
