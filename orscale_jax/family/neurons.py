@@ -126,7 +126,7 @@ def orscale_on_normuon(h: _OrScaleOnNorMuon) -> Optimizer:
 
     References:
       Li et al. 2025, arXiv:2510.05491, for :math:`\hat Q`; Lou & You, *OrScale*, for r.
-      Their composition is this library's.
+      This library combines the two.
     """
 
     def chain(s: Stages) -> optax.GradientTransformation:

@@ -63,7 +63,7 @@ def read_together(xs: Sequence[jax.Array], like: Sequence[jax.Array]) -> list[ja
 
 
 def _as_slices(xs: Sequence[jax.Array], like: Sequence[Any] = ()) -> list[jax.Array]:
-    """The same arrays; small ones of one type, and of one ``like``, are slices of one."""
+    """The same arrays; small ones of equal types and ``like`` are cut from one array."""
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(xs):
         if x.size <= _SMALL:
