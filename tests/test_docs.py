@@ -121,7 +121,7 @@ def test_links_lead_somewhere(name):
     [
         (
             "README.md",
-            r"default\s+is\s+0\.1,\s+where\s+`optax\.adamw`\s+has\s+1e-4",
+            r"its\s+default\s+is\s+0\.1,\s+and\s+1e-4\s+in\s+`optax\.adamw`",
             r"`adam_b2` is 0\.95\s+instead of 0\.999",
         ),
         (

@@ -465,13 +465,22 @@ def stacked_shardings(tree):
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("factory", [muon, orscale])
 @pytest.mark.parametrize("mu_dtype", [None, "int8"])
-def test_the_state_of_a_stack_becomes_that_of_layers_and_back(mu_dtype):
+def test_the_state_of_a_stack_becomes_that_of_layers_and_back(factory, mu_dtype):
     """The lines of the page, for a run that goes on."""
-    params, optimizer = stacked(), muon(2e-2, mu_dtype=mu_dtype)
+
+    def like(path, array, wanted):
+        if ".numbers" in jax.tree_util.keystr(path):
+            return array.swapaxes(0, 1)
+        if array.ndim > wanted.ndim:
+            return array[0]
+        return jnp.broadcast_to(array, wanted.shape)
+
+    params, optimizer = stacked(), factory(2e-2, mu_dtype=mu_dtype)
     numbers = jax.tree.map(lambda a: MuonDimensionNumbers(1, 2), params)
     numbers["norm"] = None
-    whole = muon(2e-2, mu_dtype=mu_dtype, weight_dimension_numbers=numbers)
+    whole = factory(2e-2, mu_dtype=mu_dtype, weight_dimension_numbers=numbers)
 
     def step(params, state, x):
         grads, _ = gradients(params, x)[1]
@@ -480,13 +489,11 @@ def test_the_state_of_a_stack_becomes_that_of_layers_and_back(mu_dtype):
 
     params, state = jax.jit(step)(params, whole.init(params), inputs(0))
     wanted = jax.eval_shape(functools.partial(init_layers, optimizer), params)
-    of_layers = jax.tree.map(lambda a, w: jnp.broadcast_to(a, w.shape), state, wanted)
+    of_layers = jax.tree.map_with_path(like, state, wanted)
     found, after, _ = step_of(optimizer)(params, of_layers, inputs(1))
     wanted, of_stack = jax.jit(step)(params, state, inputs(1))
     assert_close(found, wanted, 1e-5, 1e-5)
-    back = jax.tree.map(
-        lambda a, w: a if a.shape == w.shape else a[0], after, whole.init(params)
-    )
+    back = jax.tree.map_with_path(like, after, whole.init(params))
     assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, of_stack)
     found, _ = jax.jit(step)(found, back, inputs(2))
     wanted, _ = jax.jit(step)(wanted, of_stack, inputs(2))
