@@ -103,17 +103,17 @@ class Row(NamedTuple):
 
     parameters: int
     arguments: int  # Parameters, state and tokens.
-    temporaries: int  # And results that do not replace arguments.
-    saved: int  # Of these, the inputs of layers.
+    allocated: int  # With temporaries, and results that do not replace arguments.
+    saved: int  # Of the temporaries, the inputs of layers.
     peak: int  # Of all that is in use at a time.
 
     def cells(self) -> Iterator[str]:
         """In the order of `COLUMNS`."""
-        whole = self.arguments + self.temporaries
+        temporaries, others = self.allocated - self.arguments, self.allocated - self.saved
         yield f"{self.parameters / 1e9:.2f}"
-        for nbytes in (self.arguments, self.temporaries, self.saved, whole - self.saved):
+        for nbytes in (self.arguments, temporaries, self.saved, others):
             yield f"{nbytes / self.parameters:.2f}"
-        yield f"{whole / 1e9:.1f}"
+        yield f"{self.allocated / 1e9:.1f}"
         yield f"{self.peak / 1e9:.1f}"
         yield f"{(self.peak - self.saved) / self.parameters:.2f}"
 
@@ -157,11 +157,11 @@ def measured(model: Model, tokens: int, device: jax.Device) -> Row:
     gpu = device.platform != "tpu" and device.platform != "cpu"
     options = topologies.GPU_COMPILER_OPTIONS if gpu else {}
     found: Any = lowered.compile(compiler_options=dict(options)).memory_analysis()
-    made = found.output_size_in_bytes - found.alias_size_in_bytes
     return Row(
         sum(math.prod(a.shape) for a in jax.tree.leaves(params)),
         found.argument_size_in_bytes,
-        found.temp_size_in_bytes + made,
+        # Not temp_size_in_bytes, which has more than the device's main memory on TPUs.
+        found.total_allocation_bytes,
         model.sizes.layers * tokens * model.sizes.width * 2,
         found.peak_memory_in_bytes,
     )
