@@ -74,17 +74,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with workers(entry, workloads, path, expected, given.processes) as runs:
             return make_row(workloads, runs, guess, seeds)
 
+    # The reference first: a file of it that other code has made is refused at once.
+    stored, here = STORED / "muon.csv", folder / "reference.csv"
+    theirs: Mapping[str, Cell] = {}
+    if given.entry != REFERENCE and (given.smoke or not stored.exists()):
+        theirs = row(REFERENCE, here, GUESS)
+    elif given.entry != REFERENCE:
+        theirs = reference_here(stored, here, given.processes)
     ours = row(given.entry, folder / f"{name}.csv", Rates(*given.guess))
-    path = STORED / "muon.csv"
-    if given.entry == REFERENCE:
-        theirs = ours
-    elif given.smoke or not path.exists():
-        theirs = row(REFERENCE, folder / "reference.csv", GUESS)
-    else:
-        theirs = reference_here(path, folder / "reference.csv", given.processes)
+    theirs = theirs or ours
     others = {} if given.smoke else stored_entries()
-    here = {"muon": Entry(REFERENCE, theirs), name: Entry(given.entry, ours)}
-    print(markdown(others | here))
+    both = {"muon": Entry(REFERENCE, theirs), name: Entry(given.entry, ours)}
+    print(markdown(others | both))
     first = next(iter(workloads))
     times = ours[first].seconds / theirs[first].seconds
     print(f"A step on {first} took {times:.2f} times the CPU time of a step of muon.")

@@ -147,6 +147,14 @@ def test_options_that_are_refused(options, capsys):
     assert options.split()[0] in capsys.readouterr().err.split("error:")[1]
 
 
+def test_a_reference_of_other_code_is_refused_before_the_row(tmp_path):
+    (tmp_path / "smoke").mkdir()
+    (tmp_path / "smoke" / "reference.csv").write_text("# other code\n")
+    with pytest.raises(UsageError, match="made with other code"):
+        command.main(["orscale_jax.family:normuon", "--smoke", f"--out={tmp_path}"])
+    assert not (tmp_path / "smoke" / "normuon.csv").exists()
+
+
 @pytest.mark.extended
 def test_the_table_on_the_page():
     page = table.STORED.parents[1] / "track0.md"
