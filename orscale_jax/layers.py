@@ -1,6 +1,7 @@
 """A scan over layers whose backward pass steps them, and holds one layer's gradients."""
 
 import concurrent.futures
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -22,21 +23,22 @@ def init_layers(
 ) -> optax.OptState:
     """Make the state of stacked layers for :func:`vjp_layers`.
 
-    It compiles and runs a small program, which finds out whether the step of a parameter
-    depends on the gradient of another one.
+    It compiles and runs a small program, which looks for steps of a parameter that depend
+    on the gradient of another one.
 
     Args:
       optimizer: Any Optax optimizer that steps each parameter by its own gradient. It
-        sees the names and the shapes of one layer.
+        sees the names and the shapes of one layer. If it draws random numbers, they are
+        the same in all layers.
       stacked_params: The parameters of L layers, stacked along one axis of each leaf.
-      axis: The axis of the layers, which is 1 in MaxText (``param_scan_axis``).
+      axis: The axis of the layers, from 0 on. It is 1 in MaxText (``param_scan_axis``).
 
     Returns:
       ``jax.vmap(optimizer.init)``: each array has shape (L, ...), also a count.
 
     Raises:
-      ValueError: If the leaves have other numbers of layers, if a step depends on the
-        gradient of another parameter, or if the state is that of
+      ValueError: If the leaves have other numbers of layers, if a step is found to depend
+        on the gradient of another parameter, or if the state is that of
         :func:`optax.apply_if_finite` or :class:`optax.MultiSteps`.
 
     Example:
@@ -78,17 +80,19 @@ def vjp_layers(
       stacked_state: What :func:`init_layers` or the last ``pull`` has returned.
       x: The input of the first layer: floating-point arrays. Leaves that ``layer``
         returns unchanged, such as shared parameters, are kept only once.
-      axis: The axis of the layers in the parameters.
+      axis: The axis of the layers in the parameters, from 0 on.
 
     Returns:
       The output of the last layer, and ``pull``. Given the gradient by this output,
       ``dx, params, state, square = pull(dy)`` returns the gradient by ``x``, the stepped
       parameters, their state, and the squared norm of all gradients in float32.
-      ``pull(dy, step=False)`` steps nothing. Gradients are linear in ``dy``: to clip
-      them, measure the norm without a step, and then call ``pull(scale * dy)``.
+      ``pull(dy, step=False)`` returns the same four, and steps nothing. Gradients are
+      linear in ``dy``: to clip them, measure the norm without a step, and then call
+      ``pull(scale * dy)``.
 
     Raises:
-      TypeError: If a leaf of ``x`` is not floating-point, or not returned by ``layer``.
+      TypeError: If a parameter or a leaf of ``x`` is not floating-point, or if ``layer``
+        does not return a leaf of ``x``.
       ValueError: If ``layer`` closes over a traced floating-point array, whose gradient
         would be lost, if the leaves have other numbers of layers, or if the state is of
         another optimizer. As in :func:`jax.grad`, arrays that are not traced are
@@ -120,7 +124,8 @@ def vjp_layers(
         require_state(*unbox((stacked_state, wanted, stacked_params)))
     except ValueError as error:
         message = "pass the state of init_layers(optimizer, stacked_params)"
-        raise ValueError(f"{message}: {error}") from None
+        hint = "docs/layers.md converts the state of whole stacks"
+        raise ValueError(f"{message} ({hint}): {error}") from None
     _require_gradients(layer, one, x)
     # Leaves of x that are returned unchanged are not stacked: None stands for them.
     jaxpr, (leaves, tree) = jax.make_jaxpr(layer)(one, x).jaxpr, jax.tree.flatten(x)
@@ -174,16 +179,22 @@ def _put(stacked: PyTree, one: PyTree, i: Any, axis: int = 0) -> PyTree:
 
 def _number_and_first(stacked_params: PyTree, axis: int) -> tuple[int, PyTree]:
     """The number of layers, and the first layer, abstract."""
+    validate.number("axis", axis, at_least=0)
     leaves = jax.tree.leaves_with_path(stacked_params)
     if not leaves:
         raise ValueError("stacked_params has no arrays: pass those of the layers.")
     counts = [np.shape(leaf)[axis : axis + 1] for _, leaf in leaves]
     for (path, leaf), count in zip(leaves, counts, strict=True):
-        if count != counts[0] or not count:
+        if count != counts[0] or count in ((), (0,)):
             raise ValueError(
                 f"parameter {name_and_shape(path, leaf)} does not have along axis {axis} "
-                f"the layers of {name_and_shape(*leaves[0])}: stack the same layers in "
-                "all leaves, and pass their axis as axis=."
+                f"the layers of {name_and_shape(*leaves[0])}, at least one: stack the "
+                "same layers in all leaves, and pass their axis as axis=."
+            )
+        if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                f"parameter {name_and_shape(path, leaf)} has dtype {dtype} and no "
+                "gradient: split it off, as nnx.split(layers, nnx.Param, ...) does."
             )
     return counts[0][0], jax.eval_shape(lambda a: _take(a, 0, axis), stacked_params)
 
@@ -208,6 +219,10 @@ def _require_gradients(layer: Callable[..., Any], params: PyTree, x: Any) -> Non
 
 def _require_separate_steps(optimizer: Any, params: PyTree) -> None:
     """Refuse an optimizer by which NaN in a gradient reaches another parameter."""
+    if len(jax.tree.leaves(params)) == 1:  # There is no other one but a copy.
+        with contextlib.suppress(Exception):  # The optimizer may know the structure.
+            jax.eval_shape(optimizer.init, both := [params, params])
+            params = both
 
     def short(n: int) -> int:  # Still a multiple of the number of heads.
         return n if n <= 128 or n % 2 else short(n // 2)

@@ -380,6 +380,23 @@ def test_stacks_of_other_lengths_are_refused():
         vjp_layers(layer, optimizer, {**params, "eps": jnp.ones(())}, (), inputs(0))
     with pytest.raises(ValueError, match="has no arrays"):
         init_layers(optimizer, {})
+    with pytest.raises(ValueError, match=r"layers of 'up'.*, at least one"):
+        init_layers(optimizer, {"up": jnp.ones((0, 4, 4))})
+    with pytest.raises(ValueError, match="axis=-1"):
+        init_layers(optimizer, params, axis=-1)
+    with pytest.raises(
+        TypeError, match=r"'count' of shape \(4,\) has dtype int32.*split"
+    ):
+        init_layers(optimizer, {**params, "count": jnp.arange(LAYERS)})
+
+
+def test_clipping_is_refused_also_for_layers_of_one_parameter():
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    pieces = {"embedding": jnp.ones((LAYERS, 8, WIDTH))}
+    with pytest.raises(ValueError, match="looks at several gradients"):
+        init_layers(clipped, pieces)
+    numbers = {"embedding": MuonDimensionNumbers(0, 1)}  # They know the structure.
+    assert init_layers(muon(0.1, weight_dimension_numbers=numbers), pieces)
 
 
 def test_a_state_that_is_not_stacked_is_refused():
