@@ -85,13 +85,7 @@ def normuon(h: _Neurons) -> Optimizer:
       (``nesterov=False``); the authors' code has it, and keeps the norm of Q
       (``norm="kept"``).
     """
-
-    def chain(s: Stages) -> optax.GradientTransformation:
-        return muon_chain(
-            s, optax.chain(s.orthogonalize, neuron_rms_stage(h, s.matrices))
-        )
-
-    return build(chain, h)
+    return build(lambda s: muon_chain(s, neuron_polar_stage(h, s)), h)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -128,13 +122,12 @@ def orscale_on_normuon(h: _OrScaleOnNorMuon) -> Optimizer:
       Li et al. 2025, arXiv:2510.05491, for :math:`\hat Q`; Lou & You, *OrScale*, for r.
       This library combines the two.
     """
+    return build(lambda s: orscale_chain(s, neuron_polar_stage(h, s)), h)
 
-    def chain(s: Stages) -> optax.GradientTransformation:
-        return orscale_chain(
-            s, optax.chain(s.orthogonalize, neuron_rms_stage(h, s.matrices))
-        )
 
-    return build(chain, h)
+def neuron_polar_stage(h: _Neurons, s: Stages) -> optax.GradientTransformation:
+    """M̃ to NorMuon's Q̂."""
+    return optax.chain(s.orthogonalize, neuron_rms_stage(h, s.matrices))
 
 
 def neuron_rms_stage(h: _Neurons, matrices: Matrices) -> optax.GradientTransformation:
