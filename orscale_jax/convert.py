@@ -328,8 +328,7 @@ def convert_state(
         entries = max(found, key=lambda each: sum(x.owner is not None for x in each))
         old = _OldState(_decoded(entries))
         decoded = _decoded(wanted)
-        leaves = jax.tree.leaves_with_path(bare_params)
-        shapes = {names_on(path): np.shape(leaf) for path, leaf in leaves}
+        shapes = {name: np.shape(leaf) for name, leaf in by_name(bare_params).items()}
         norms = _norms(traced, bare_params)
         conversion = _Conversion(
             old, _OldState(decoded), shapes, norms, momentum, nesterov, allow_new

@@ -111,9 +111,7 @@ def _placed(declared: NamedWeight | Numbers, array: hax.NamedArray) -> Numbers:
     if not isinstance(declared, NamedWeight):
         return declared
     axes = array.axes
-    names = [
-        ensure_tuple(axis) for axis in (declared.reduction_axis, declared.output_axis)
-    ]
+    names = [*map(ensure_tuple, (declared.reduction_axis, declared.output_axis))]
     places: dict[Any, int] = {axis: index for index, axis in enumerate(axes)}
     places |= {axis.name: index for index, axis in enumerate(axes)}
     missing = [axis for axis in (*names[0], *names[1]) if axis not in places]

@@ -218,10 +218,8 @@ def model(name: str, value: Any, kind: type) -> None:
 
 
 def _is_real_scalar(value: Any) -> bool:
-    if isinstance(value, bool | np.bool_):
-        return False
     if isinstance(value, int | float):
-        return True
+        return not isinstance(value, bool)
     return hasattr(value, "dtype") and is_real(value.dtype) and np.ndim(value) == 0
 
 

@@ -258,10 +258,10 @@ def certify(
         for i in differences.keys() - causes.keys():
             causes[i] = "only in the parameters' dtypes: a cast, or a narrow sum"
         errors.append(found)
+    of_leaves = zip(leaves, zip(*errors, strict=True), strict=True)
     rows = tuple(
-        CertificateRow(leaf.name, of_leaf, causes.get(i, ""), compared[i])
-        for i, leaf in enumerate(leaves)
-        for of_leaf in [tuple(found[i] for found in errors)]
+        CertificateRow(leaf.name, of_passes, causes.get(i, ""), compared[i])
+        for i, (leaf, of_passes) in enumerate(of_leaves)
     )
     devices = mesh.size if isinstance(mesh, Mesh) else running.size
     words = " × ".join(f"{size} {name}" for name, size in running.shape.items())

@@ -147,7 +147,7 @@ def describe(
     for stage, row, array in _rows(leaf_of, state, refused, axes_of, probed, checks):
         rows.append(row)
         if row.matrices and row.parameters:
-            planned[stage].append((row, *array))
+            planned[stage].append((row, array))
     words, shape, on_device = "", None, None
     if mesh is not None:
         slices = slices_of_mesh(mesh, stages[0].slow_axes) or {}
@@ -173,7 +173,7 @@ def describe(
 
 # Of an array of matrices: its shape, and the axes of the mesh that shard each of its own.
 _Array: TypeAlias = tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]
-_Planned: TypeAlias = tuple[ParameterRow, tuple[int, ...], tuple[tuple[str, ...], ...]]
+_Planned: TypeAlias = tuple[ParameterRow, _Array]
 
 
 def _traced(
@@ -223,7 +223,7 @@ def _rows(
             kind=checks.kinds[path],
             label=kept.label,
         )
-        parts: list[tuple[ParameterRow, _Array]] = [(row, ((), ()))]
+        parts: list[_Planned] = [(row, ((), ()))]
         if path in axes_of:
             parts = list(_parts(row, leaf, axes_of[path], kept.arrays, kept.scale))
         for index, (part, array) in enumerate(parts):
@@ -243,14 +243,11 @@ def _rows(
 
 def _platform(leaves: Iterable[Any]) -> str:
     """The platform of the first mesh that has one, or of JAX's default backend."""
-    platform = jax.default_backend()
-    for leaf in leaves:
-        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
-        device = mesh.abstract_mesh.abstract_device if mesh is not None else None
-        if device is not None:
-            # Devices of JAX 0.10.0 do not say it.
-            platform = getattr(device, "platform", platform)
-            break
+    meshes = (getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in leaves)
+    devices = (mesh.abstract_mesh.abstract_device for mesh in meshes if mesh is not None)
+    device = next((device for device in devices if device is not None), None)
+    # Devices of JAX 0.10.0 do not say it.
+    platform = getattr(device, "platform", jax.default_backend())
     return platform if platform in ("cpu", "tpu") else "gpu"
 
 
@@ -260,7 +257,7 @@ def _parts(
     axes: MatrixAxes,
     arrays: Sequence[Any] | None,
     scale: Scale | None,
-) -> Iterator[tuple[ParameterRow, _Array]]:
+) -> Iterator[_Planned]:
     """The rows of the parts of a leaf of matrices, from that of the leaf."""
     mesh = _mesh(leaf)
     specs = () if mesh is None else typed_sharding.inferred(axes.batches, leaf, mesh)
@@ -340,9 +337,9 @@ def _plan(
     """The plan of Newton–Schulz of the stages, each for its own rows of matrices."""
     groups, buckets, of_buckets = [], list[Bucket](), list[list[str]]()
     for platform, of_stage in zip(stages, rows, strict=True):
-        names = [row.name for row, *_ in of_stage]
+        names = [row.name for row, _ in of_stage]
         arrays = []
-        for row, shape, axes in of_stage:
+        for row, (shape, axes) in of_stage:
             dtype = compute_dtype(jax.ShapeDtypeStruct((), row.dtype))
             arrays.append(ShardedArray(shape, platform.packed_dtype(dtype), axes))
         if mesh is not None:

@@ -90,20 +90,18 @@ class AbstractState(NamedTuple):
         whys = {name: why for note in decided for name, why in note.items()}
         parts = list(_parts(state, bare))
         kept, leaf_of = {}, leaves_by_path(bare)
-        for path in leaf_of:
+        for path, leaf in leaf_of.items():
             name = names_on(path)
             holding = [part for part in parts if name in part.arrays]
             rules = {part.rule for part in holding if name in part.owners}
             axes, stage = axes_of.get(name, (None, 0))
             # Of an init in jax.vmap, they are those of one of several models.
-            if axes and len(axes.batch + axes.rows + axes.columns) != np.ndim(
-                leaf_of[path]
-            ):
+            if axes and len(axes.batch + axes.matrix) != np.ndim(leaf):
                 axes = None
             rules |= {MATRIX} if axes else set()
             rule = next((x for x in (MATRIX, ADAMW, OTHER) if x in rules), STATELESS)
             # A compiled init decides nothing here.
-            given = SHAPE if np.ndim(leaf_of[path]) < 2 else "numbers"
+            given = SHAPE if np.ndim(leaf) < 2 else "numbers"
             ours = polar and rule in (MATRIX, ADAMW)
             kept[path] = ParameterState(
                 rule,

@@ -77,7 +77,7 @@ def measure(
     if like is None:  # Of other optimizers with momentum, too.
         matrices = Matrices.of(weight_dimension_numbers, params)
     else:
-        matrices = matrices_of(params, weight_dimension_numbers, like, "the state")
+        matrices = matrices_of(params, weight_dimension_numbers, like)
     momenta = _momenta(state, matrices, params)
     columns = zip(*(_measured(polar, m) for m in momenta), strict=True)
     trees = map(matrices.scalars_of_batches, columns)

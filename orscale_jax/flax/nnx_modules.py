@@ -117,7 +117,7 @@ def nnx_dimension_numbers(
                 "the parameters, and give the transformation transform_metadata="
                 f"{{nnx.PARTITION_NAME: {name!r}}}."
             )
-    modules = {
+    owners = {(): model} | {
         tuple(map(str, path)): module
         for path, module in nnx.iter_modules(model)
         if not (path and isinstance(module, _CONTAINERS))
@@ -127,7 +127,6 @@ def nnx_dimension_numbers(
     for places in nnx.find_duplicates(model, only=nnx.Variable):
         paths = [tuple(map(str, path)) for path in places]
         shared[paths[0]] = paths
-    owners = {(): model, **modules}
     by_type = {
         path: module_types.numbers_by_owner(
             shared.get(path, [path]),
