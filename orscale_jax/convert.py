@@ -18,12 +18,7 @@ from orscale_jax.transforms import momentum as int8_blocks, orthogonalize
 from orscale_jax.transforms.momentum import TRACE, TRACE_SCALE
 from orscale_jax.transforms.trust_ratio import NUMBERS, CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree, rebox, trained, unbox
-from orscale_jax.trees.checks import (
-    StateArray,
-    array_type,
-    require_state,
-    state_arrays,
-)
+from orscale_jax.trees.checks import StateArray, array_type, require_state, state_arrays
 from orscale_jax.trees.names import Path, by_name, listed, names_on
 from orscale_jax.trees.nodes import nodes_of
 
@@ -493,27 +488,22 @@ def _refuse_other_parameters(conversion: _Conversion) -> None:
 def _refuse_other_moments(conversion: _Conversion) -> None:
     """Refuse a state whose moments cannot become those of the new optimizer."""
     old, new, allow_new = conversion.old, conversion.new, conversion.allow_new
-    both = [owner for owner in new.owners if owner in old.owners]
-    with_momentum = [owner for owner in both if old.has(owner, TRACE, "mu")]
+    held = [owner for owner in new.owners if old.has(owner, TRACE, "mu")]
     unknown = [
         owner
-        for owner in both
-        if new.has(owner, TRACE, "mu")
+        for owner in new.owners
+        if owner in old.owners and new.has(owner, TRACE, "mu")
         # optax.rmsprop's trace is one of updates, not of gradients, and optax.novograd
         # divides gradients by the one number that it keeps for a parameter.
         if (old.has(owner, "nu") and not old.has(owner, "mu"))
         or len(old.shapes(owner, "mu", "nu")) > 1
         or not (allow_new or old.has(owner, TRACE, "mu"))
     ]
-    averaged = [
-        owner
-        for owner in with_momentum
-        if new.has(owner, "ema") and not new.has(owner, TRACE, "mu")
-    ]
+    averaged = [x for x in held if new.has(x, "ema") and not new.has(x, TRACE, "mu")]
     without = [
-        owner
-        for owner in with_momentum
-        if new.has(owner, "nu") and not (new.has(owner, TRACE) or old.has(owner, "nu"))
+        x
+        for x in held
+        if new.has(x, "nu") and not (new.has(x, TRACE) or old.has(x, "nu"))
     ]
     if unknown:
         raise ValueError(

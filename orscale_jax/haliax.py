@@ -130,12 +130,11 @@ def _linear(module: Any) -> Mapping[str, NamedWeight | Declared]:
 
 def _conv(module: Any) -> Mapping[str, NamedWeight | Declared]:
     weight: NamedWeight | Declared
-    inputs = module.In.size // module.groups
-    if inputs == module.In.size:
+    if module.groups == 1:
         window = tuple(map(hax.axis_name, module.Spatial))
         weight = NamedWeight((*window, module.In), module.Out)
-    elif inputs == 1:
-        weight = None  # Depthwise
+    elif module.groups == module.In.size:
+        weight = None  # Depthwise.
     else:
         weight = Unresolved(f"it is split in {module.groups} groups")
     return {"weight": weight, "bias": None}

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orscale_jax import validate
 from orscale_jax.audit.certificate import certify
@@ -260,8 +260,9 @@ def _parts(
 ) -> Iterator[_Planned]:
     """The rows of the parts of a leaf of matrices, from that of the leaf."""
     mesh = _mesh(leaf)
-    specs = () if mesh is None else typed_sharding.inferred(axes.batches, leaf, mesh)
-
+    specs = [PartitionSpec()] * len(axes.labels)
+    if mesh is not None:
+        specs = typed_sharding.inferred(axes.batches, leaf, mesh)
     batch, axis = axes.batch_shape(leaf), axes.block_axis
 
     def share(array: Any, index: int) -> Any:
@@ -275,22 +276,16 @@ def _parts(
             return jax.ShapeDtypeStruct(own, array.dtype)
         return array if index == 0 else jax.ShapeDtypeStruct((0,), array.dtype)
 
-    for index, label in enumerate(axes.labels):
-        part = functools.partial(axes.part, index=index)
-        shaped = jax.eval_shape(part, leaf)
+    for index, (label, spec) in enumerate(zip(axes.labels, specs, strict=True)):
+        shaped = jax.eval_shape(functools.partial(axes.part, index=index), leaf)
         batch_shape = axes.within.batch_shape(shaped)
         m, n = axes.within.matrix_shape(shaped)
         own = (share(array, index) for array in arrays or ())
-        spread = axes.stride and f"in turns of {axes.stride}"
-        mesh_axes: tuple[tuple[str, ...], ...] = ((),) * (len(batch_shape) + 2)
-        if specs:
-            mesh_axes = typed_sharding.axes_of(specs[index], len(batch_shape) + 2)
+        spread = f"in turns of {axes.stride}" if axes.stride else "contiguous"
         part_row = dataclasses.replace(
             row,
             block=label,
-            blocks=f"{len(axes.sizes)} {spread or 'contiguous'}"
-            if axes.sizes and not label
-            else "",
+            blocks=f"{len(axes.sizes)} {spread}" if axes.sizes and not label else "",
             shape=shaped.shape if label else leaf.shape,
             rule=MATRIX,
             matrices=math.prod(batch_shape),
@@ -301,6 +296,7 @@ def _parts(
             parameters=math.prod(shaped.shape),
             state_bytes=None if arrays is None else nbytes(own),
         )
+        mesh_axes = typed_sharding.axes_of(spec, len(batch_shape) + 2)
         yield part_row, ((*batch_shape, m, n), mesh_axes)
 
 
@@ -330,9 +326,7 @@ def _mesh(leaf: Any) -> Mesh | AbstractMesh | None:
 
 
 def _plan(
-    stages: Sequence[Platform],
-    rows: Sequence[Sequence[_Planned]],
-    mesh: MeshShape | None,
+    stages: Sequence[Platform], rows: Sequence[Sequence[_Planned]], mesh: MeshShape | None
 ) -> Plan:
     """The plan of Newton–Schulz of the stages, each for its own rows of matrices."""
     groups, buckets, of_buckets = [], list[Bucket](), list[list[str]]()

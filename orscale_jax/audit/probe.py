@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -118,11 +118,9 @@ def _drawn(leaf: Any, seed: int, size: float) -> jax.Array:
     is that of their signs.
     """
     # Beside others on a mesh, the sharding of one device would not be accepted.
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(running_mesh(sharding.mesh), sharding.spec)
-    else:
-        sharding = None
+    given, sharding = getattr(leaf, "sharding", None), None
+    if isinstance(given, NamedSharding):
+        sharding = NamedSharding(running_mesh(given.mesh), given.spec)
     return draw(np.shape(leaf), jnp.result_type(leaf), sharding)(seed, size)
 
 
@@ -234,13 +232,12 @@ def _first_moves(
     return moved, low_bits
 
 
-def _possible_axes(leaf: jax.Array) -> list[MatrixAxes]:
+def _possible_axes(leaf: jax.Array) -> Iterator[MatrixAxes]:
     """The ways to take axes for batch, rows and columns of matrices that are not thin.
 
     All of them for up to four axes. Five have 90, each of which is compiled: from there
     on, batch, rows and columns are neighbouring axes in this order.
     """
-    possible = []
     for roles in itertools.product("bmn", repeat=leaf.ndim):
         if leaf.ndim > 4 and not re.fullmatch("b*m+n+", "".join(roles)):
             continue
@@ -250,8 +247,7 @@ def _possible_axes(leaf: jax.Array) -> list[MatrixAxes]:
         )
         axes = MatrixAxes(batch, rows, columns)
         if () < rows < columns and (not _is_thin(leaf, axes) or _is_thin(leaf, None)):
-            possible.append(axes)
-    return possible
+            yield axes
 
 
 @jax.jit

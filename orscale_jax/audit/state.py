@@ -134,12 +134,10 @@ def nbytes_per_device(optimizer: Any, params: PyTree) -> int | None:
     # shard, and an init through which JAX cannot propagate shardings.
     try:
         shardings = jax.tree.leaves(state_shardings(optimizer, params))
-        state = jax.tree.leaves(
-            jax.eval_shape(lambda params: optimizer.init(params), params)
-        )
+        state = jax.eval_shape(lambda params: optimizer.init(params), params)
         return nbytes(
             jax.ShapeDtypeStruct(sharding.shard_shape(array.shape), array.dtype)
-            for array, sharding in zip(state, shardings, strict=True)
+            for array, sharding in zip(jax.tree.leaves(state), shardings, strict=True)
         )
     except Exception:  # An audit shows what it can, whatever a foreign init raises.
         return None
@@ -225,9 +223,8 @@ def _refuse_vectors(
 ) -> None:
     """Refuse a state of vectors that hold several parameters, as optax.flatten makes."""
     without = [path for path, state in kept.items() if state.rule == STATELESS]
-    smallest = min(
-        (math.prod(leaf_of[path].shape) for path in without if path), default=0
-    )
+    sizes = (math.prod(leaf_of[path].shape) for path in without if path)
+    smallest = min(sizes, default=0)
     for part in parts:
         known = part.rule == MATRIX or (part.rule == OTHER and not without)
         for array in () if known or part.owners else part.arrays.get(None, ()):

@@ -206,19 +206,16 @@ class History:
                 f"the first to differ is {new!r} here and {old!r} there: pass another "
                 "path for another model."
             )
-        values = {"step": str(step)}
+        columns: dict[str, Any] = {**table, "step": [step] * len(matrices)}
         for name, value in jax.device_get(scalars).items():
             array = np.asarray(value)
             real = array.dtype == bool or validate.is_real(array.dtype)
             if array.size != 1 or not real:
                 validate.refuse(name, value, "pass a real number")
-            values[name] = _text(array.reshape(())[()])
-        columns = [
-            [values[name]] * len(matrices) if name in values
-            else [_text(x) for x in table.get(name, [""] * len(matrices))]
-            for name in self._file.columns
-        ]  # fmt: skip
-        self._file.append(zip(*columns, strict=True))
+            columns[name] = [array.reshape(())[()]] * len(matrices)
+        missing = [""] * len(matrices)
+        ordered = (columns.get(name, missing) for name in self._file.columns)
+        self._file.append([*map(_text, row)] for row in zip(*ordered, strict=True))
 
     def rewind(self, step: int) -> None:
         """Drop all later steps, for a run that continues from this one."""

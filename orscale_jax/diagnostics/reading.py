@@ -171,13 +171,11 @@ def fields_of(reading: Any) -> dict[str, PyTree]:
 def known_leaves(tree: PyTree, reading: Reading) -> list[jax.Array | None]:
     """A tree like those of a reading at each leaf of matrices; None where it has none."""
     leaves = by_name(tree)
-    norms = jax.tree.leaves_with_path(reading.weight_norm)
-    return [leaves.get(names_on(path)) for path, _ in norms]
+    return [leaves.get(name) for name in by_name(reading.weight_norm)]
 
 
 def _by_path(trees: Iterable[PyTree]) -> ByPath:
-    leaves = (leaf for tree in trees for leaf in jax.tree.leaves_with_path(tree))
-    return {names_on(path): array for path, array in leaves}
+    return {name: array for tree in trees for name, array in by_name(tree).items()}
 
 
 def entries_of(state: Any) -> ByPath | None:

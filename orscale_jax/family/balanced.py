@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from orscale_jax import validate
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
-from orscale_jax.optimizers import MuonArguments, Stages, build, muon_chain, takes
+from orscale_jax.optimizers import MuonArguments, Stage, Stages, build, muon_chain, takes
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.transforms.matrices import Optimizer, broadcast
 from orscale_jax.trees.boxes import PyTree
@@ -72,7 +72,7 @@ def aurora(h: _Aurora) -> Optimizer:
     return build(lambda s: muon_chain(s, balanced_polar_stage(h, s)), h)
 
 
-def balanced_polar_stage(h: _Aurora, s: Stages) -> optax.GradientTransformation:
+def balanced_polar_stage(h: _Aurora, s: Stages) -> Stage:
     """M̃ to the Q of Aurora; a square matrix goes through Newton–Schulz once."""
     pp_iterations = 2 if h.pp_iterations is None else h.pp_iterations
     validate.count("pp_iterations", pp_iterations)
@@ -82,14 +82,13 @@ def balanced_polar_stage(h: _Aurora, s: Stages) -> optax.GradientTransformation:
         axes: MatrixAxes, x: jax.Array, by: jax.Array, exponent: ArrayLike = h.pp_beta
     ) -> jax.Array:
         """Vectors of x's longer side, over powers of the squared norms of others."""
+        exponent = jnp.asarray(exponent, x.dtype)
         # Of (m, n), n is the longer side where m < n.
         for vectors, longer in ((axes.neurons, operator.lt), (axes.inputs, operator.gt)):
             chosen = axes.by_shape(longer, x)
             if np.any(chosen):
                 square = vectors.reduce(jnp.sum, jnp.square(by))
-                power = jnp.where(square == 0, 1, square) ** jnp.asarray(
-                    exponent, x.dtype
-                )
+                power = jnp.where(square == 0, 1, square) ** exponent
                 x = x / jnp.where(chosen, broadcast(vectors, power, x), 1)
         return x
 

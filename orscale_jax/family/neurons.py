@@ -15,6 +15,7 @@ from orscale_jax import validate
 from orscale_jax.optimizers import (
     MuonArguments,
     OrScaleArguments,
+    Stage,
     Stages,
     build,
     muon_chain,
@@ -125,12 +126,12 @@ def orscale_on_normuon(h: _OrScaleOnNorMuon) -> Optimizer:
     return build(lambda s: orscale_chain(s, neuron_polar_stage(h, s)), h)
 
 
-def neuron_polar_stage(h: _Neurons, s: Stages) -> optax.GradientTransformation:
+def neuron_polar_stage(h: _Neurons, s: Stages) -> Stage:
     """M̃ to NorMuon's Q̂."""
     return optax.chain(s.orthogonalize, neuron_rms_stage(h, s.matrices))
 
 
-def neuron_rms_stage(h: _Neurons, matrices: Matrices) -> optax.GradientTransformation:
+def neuron_rms_stage(h: _Neurons, matrices: Matrices) -> Stage:
     """Q to NorMuon's Q̂, of the norm of a Q of full rank or of Q itself."""
     validate.number("b2", h.b2, at_least=0, below=1)
     validate.number("neuron_eps", h.neuron_eps, at_least=0)

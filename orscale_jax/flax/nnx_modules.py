@@ -104,8 +104,8 @@ def nnx_dimension_numbers(
     # The axes that count modules, by their names in the variables' annotations.
     stacked: dict[Path, dict[str, int]] = {}
     for path, param in params.items():
-        partition_name = param.get_metadata(nnx.PARTITION_NAME, None)
-        wanted = {*partition_names, *([] if partition_name is None else [partition_name])}
+        own_name = param.get_metadata(nnx.PARTITION_NAME, None)
+        wanted = {*partition_names, own_name} - {None}
         annotation = param.get_metadata("out_sharding", None) or ()
         layout = getattr(annotation, "sharding", annotation)  # Of a Format.
         names = getattr(layout, "spec", layout)  # Of a NamedSharding.

@@ -91,11 +91,7 @@ def _einsum(equation: str | None, shape: Iterable[int | None] | None = None) -> 
 
 
 def _conv(
-    size: Any,
-    inputs: int | None,
-    outputs: int,
-    groups: int = 1,
-    transposed: bool = False,
+    size: Any, inputs: int | None, outputs: int, groups: int = 1, transposed: bool = False
 ) -> _Parameters:
     size, each = as_tuple(size), inputs and inputs // groups
     window = len(size)
