@@ -18,12 +18,7 @@ from orscale_jax.transforms import momentum as int8_blocks, orthogonalize
 from orscale_jax.transforms.momentum import TRACE, TRACE_SCALE
 from orscale_jax.transforms.trust_ratio import NUMBERS, CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree, rebox, trained, unbox
-from orscale_jax.trees.checks import (
-    StateArray,
-    array_type,
-    require_state,
-    state_arrays,
-)
+from orscale_jax.trees.checks import StateArray, array_type, require_state, state_arrays
 from orscale_jax.trees.names import Path, by_name, listed, names_on
 from orscale_jax.trees.nodes import nodes_of
 
@@ -40,9 +35,9 @@ _CHANGED = 0.25  # A step does not change most matrices' norms by so much.
 class _OldState:
     """What a state holds."""
 
-    def __init__(self, arrays: Iterable[StateArray]) -> None:
+    def __init__(self, arrays: Sequence[StateArray]) -> None:
         #: The entries of parameters, by field and owner; the arrays of others, by place.
-        self.of_params: dict[tuple[str, Path], list[StateArray]] = {}
+        self.of_params: dict[tuple[str, Path | None], list[StateArray]] = {}
         self.others: dict[Path, Any] = {}
         #: All entries but settings, by the place of the node that they are fields of.
         self.nodes: dict[Path, list[StateArray]] = {}
@@ -53,7 +48,7 @@ class _OldState:
                 self.others[entry.place] = entry.array
             else:
                 self.of_params.setdefault((entry.field, entry.owner), []).append(entry)
-        self.owners = dict.fromkeys(owner for _, owner in self.of_params)
+        self.owners = dict.fromkeys(x.owner for x in arrays if x.owner is not None)
         #: The counts of the run's steps, by place.
         self.steps = {at: n for at, n in self.others.items() if self.counts_steps(at)}
 
@@ -61,16 +56,13 @@ class _OldState:
         return any((field, owner) in self.of_params for field in fields)
 
     def shapes(self, owner: Path | None, *fields: str) -> set[tuple[int, ...]]:
-        kept = [] if owner is None else [self.of_params.get((f, owner)) for f in fields]
-        return {np.shape(entry.array) for entries in kept for entry in entries or ()}
+        entries = (x for f in fields for x in self.of_params.get((f, owner), []))
+        return {np.shape(entry.array) for entry in entries}
 
     def array(self, field: str, wanted: StateArray) -> Any:
         """The array of a field of an entry's parameter, at its own place or the only."""
-        assert wanted.owner is not None
         candidates = self.of_params[field, wanted.owner]
-        here = [
-            entry for entry in candidates if entry.place == wanted.place
-        ] or candidates
+        here = [x for x in candidates if x.place == wanted.place] or candidates
         if len(here) > 1:
             places = " and ".join(repr(".".join(entry.place)) for entry in candidates)
             raise ValueError(
@@ -91,7 +83,7 @@ class _OldState:
 
     def age(self, field: str, owner: Path | None) -> Any:
         """The count beside a moment of a parameter, or None."""
-        moments = [] if owner is None else self.of_params.get((field, owner), [])
+        moments = self.of_params.get((field, owner), [])
         counts = ((*moment.place[:-1], "count") for moment in moments)
         return next((self.others[at] for at in counts if at in self.others), None)
 
@@ -173,7 +165,7 @@ class _Conversion:
             )
         factor = 1 / (1 - mu)
         # The corrections of Optax's Muon; Lion and AdamW have others, or none.
-        average, *_ = averages.of_params["mu", entry.owner or ()]
+        average, *_ = averages.of_params["mu", entry.owner]
         muon = (*average.place[:-1], "ns_coeffs") in averages.others
         if muon and self.nesterov and self.old.steps:
             age = self.old.age("mu", entry.owner)
@@ -331,13 +323,13 @@ def convert_state(
         entries = max(found, key=lambda each: sum(x.owner is not None for x in each))
         old = _OldState(_decoded(entries))
         decoded = _decoded(wanted)
-        leaves = jax.tree.leaves_with_path(bare_params)
-        shapes = {names_on(path): np.shape(leaf) for path, leaf in leaves}
+        shapes = {name: np.shape(leaf) for name, leaf in by_name(bare_params).items()}
         norms = _norms(traced, bare_params)
         conversion = _Conversion(
             old, _OldState(decoded), shapes, norms, momentum, nesterov, allow_new
         )
-        _refuse_unfit(conversion)
+        _refuse_other_parameters(conversion)
+        _refuse_other_moments(conversion)
         arrays = {entry[:2]: conversion.array(entry) for entry in decoded}
         for place, owner, scales in wanted:
             if place[-1:] == (_NUMBERS,):
@@ -463,15 +455,10 @@ def _decoded(arrays: Sequence[StateArray]) -> list[StateArray]:
     return decoded
 
 
-def _refuse_unfit(conversion: _Conversion) -> None:
-    """Refuse the state of other parameters, and of other kinds of optimizers."""
+def _refuse_other_parameters(conversion: _Conversion) -> None:
+    """Refuse states whose arrays belong to other parameters, or to none."""
     old, new = conversion.old, conversion.new
-
-    def subject(owners: Iterable[Path]) -> str:
-        return listed([(".".join(owner), "") for owner in owners])
-
     names = [keys for keys in conversion.shapes if keys in new.owners]
-    missing = [keys for keys in names if keys not in old.owners]
     moments = any(
         np.ndim(x) and jnp.issubdtype(x.dtype, jnp.inexact) for x in old.others.values()
     )
@@ -482,38 +469,11 @@ def _refuse_unfit(conversion: _Conversion) -> None:
             "optimizer's init, without which the names of its fields are lost. The names "
             f"passed are {', '.join(repr('.'.join(keys)) for keys in names[:5])}."
         )
+    missing = [keys for keys in names if keys not in old.owners]
     if missing and not conversion.allow_new:
         raise ValueError(
-            f"{subject(missing)} not in the old state. Pass allow_new=True to start "
+            f"{_subject(missing)} not in the old state. Pass allow_new=True to start "
             "over there, or pass the parameters under the names of the old run."
-        )
-    unknown = [
-        owner
-        for owner in new.owners
-        if owner in old.owners and new.has(owner, TRACE, "mu")
-        # optax.rmsprop's trace is one of updates, not of gradients, and optax.novograd
-        # divides gradients by the one number that it keeps for a parameter.
-        if (old.has(owner, "nu") and not old.has(owner, "mu"))
-        or len(old.shapes(owner, "mu", "nu")) > 1
-        or not (conversion.allow_new or old.has(owner, TRACE, "mu"))
-    ]
-    if unknown:
-        raise ValueError(
-            f"{subject(unknown)} in the old state without a first moment that could "
-            "become the momentum: it is not the state of SGD with momentum, Muon or "
-            "AdamW. Start over with optimizer.init(params)."
-        )
-    averaged = [
-        owner
-        for owner in new.owners
-        if new.has(owner, "ema") and not new.has(owner, TRACE, "mu")
-        if old.has(owner, TRACE, "mu")
-    ]
-    if averaged and not conversion.allow_new:
-        raise ValueError(
-            f"{subject(averaged)} given to optax.ema, which does not tell whether it "
-            "averages gradients. Keep their momentum in optax.trace, or pass "
-            "allow_new=True to start over there."
         )
     for place, array in new.others.items():
         entry = StateArray(place, None, array)
@@ -523,16 +483,48 @@ def _refuse_unfit(conversion: _Conversion) -> None:
                 "for no single parameter, as optax.flatten does: convert to the "
                 "optimizer inside, or start over with optimizer.init(params)."
             )
-    without = [
+
+
+def _refuse_other_moments(conversion: _Conversion) -> None:
+    """Refuse a state whose moments cannot become those of the new optimizer."""
+    old, new, allow_new = conversion.old, conversion.new, conversion.allow_new
+    held = [owner for owner in new.owners if old.has(owner, TRACE, "mu")]
+    unknown = [
         owner
         for owner in new.owners
-        if new.has(owner, "nu") and not new.has(owner, TRACE)
-        if old.has(owner, TRACE, "mu") and not old.has(owner, "nu")
+        if owner in old.owners and new.has(owner, TRACE, "mu")
+        # optax.rmsprop's trace is one of updates, not of gradients, and optax.novograd
+        # divides gradients by the one number that it keeps for a parameter.
+        if (old.has(owner, "nu") and not old.has(owner, "mu"))
+        or len(old.shapes(owner, "mu", "nu")) > 1
+        or not (allow_new or old.has(owner, TRACE, "mu"))
     ]
-    if without and not conversion.allow_new:
+    averaged = [x for x in held if new.has(x, "ema") and not new.has(x, TRACE, "mu")]
+    without = [
+        x
+        for x in held
+        if new.has(x, "nu") and not (new.has(x, TRACE) or old.has(x, "nu"))
+    ]
+    if unknown:
         raise ValueError(
-            f"{subject(without)} given to AdamW, but the old state holds no second "
+            f"{_subject(unknown)} in the old state without a first moment that could "
+            "become the momentum: it is not the state of SGD with momentum, Muon or "
+            "AdamW. Start over with optimizer.init(params)."
+        )
+    if averaged and not allow_new:
+        raise ValueError(
+            f"{_subject(averaged)} given to optax.ema, which does not tell whether it "
+            "averages gradients. Keep their momentum in optax.trace, or pass "
+            "allow_new=True to start over there."
+        )
+    if without and not allow_new:
+        raise ValueError(
+            f"{_subject(without)} given to AdamW, but the old state holds no second "
             "moment of theirs, as after Muon, SGD or Lion. Pass allow_new=True to start "
             "over there. What Muon trained as a matrix may also stay one, as with "
             "weight_dimension_numbers=by_path({'embed|head': 'matrix'})."
         )
+
+
+def _subject(owners: Iterable[Path]) -> str:
+    return listed([(".".join(owner), "") for owner in owners])

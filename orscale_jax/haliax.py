@@ -111,9 +111,7 @@ def _placed(declared: NamedWeight | Numbers, array: hax.NamedArray) -> Numbers:
     if not isinstance(declared, NamedWeight):
         return declared
     axes = array.axes
-    names = [
-        ensure_tuple(axis) for axis in (declared.reduction_axis, declared.output_axis)
-    ]
+    names = [*map(ensure_tuple, (declared.reduction_axis, declared.output_axis))]
     places: dict[Any, int] = {axis: index for index, axis in enumerate(axes)}
     places |= {axis.name: index for index, axis in enumerate(axes)}
     missing = [axis for axis in (*names[0], *names[1]) if axis not in places]
@@ -132,12 +130,11 @@ def _linear(module: Any) -> Mapping[str, NamedWeight | Declared]:
 
 def _conv(module: Any) -> Mapping[str, NamedWeight | Declared]:
     weight: NamedWeight | Declared
-    inputs = module.In.size // module.groups
-    if inputs == module.In.size:
+    if module.groups == 1:
         window = tuple(map(hax.axis_name, module.Spatial))
         weight = NamedWeight((*window, module.In), module.Out)
-    elif inputs == 1:
-        weight = None  # Depthwise
+    elif module.groups == module.In.size:
+        weight = None  # Depthwise.
     else:
         weight = Unresolved(f"it is split in {module.groups} groups")
     return {"weight": weight, "bias": None}

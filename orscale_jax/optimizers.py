@@ -51,6 +51,7 @@ from orscale_jax.transforms.trust_ratio import TrustRatio, trust_ratio_stage
 from orscale_jax.trees.boxes import PyTree, is_box
 
 ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
+Stage: TypeAlias = optax.GradientTransformation
 Parameters = ParamSpec("Parameters")
 Given = TypeVar("Given", bound="Arguments")
 
@@ -385,46 +386,43 @@ class Stages:
     mask: PyTree | None  # Which of them decay.
 
     @property
-    def momentum(self) -> optax.GradientTransformation:
+    def momentum(self) -> Stage:
         """G to M̃."""
         h = self.h
         return momentum_stage(h.momentum, h.nesterov, h.mu_dtype, self.matrices)
 
     @property
-    def orthogonalize(self) -> optax.GradientTransformation:
+    def orthogonalize(self) -> Stage:
         """M̃ to Q."""
         return self.polar(self.matrices)
 
-    def polar(self, matrices: Matrices) -> optax.GradientTransformation:
+    def polar(self, matrices: Matrices) -> Stage:
         """M̃ to Q, for any of the matrices."""
         return orthogonalize_stage(self.h.polar_options, self.specs, matrices)
 
-    def direction(self, q: optax.GradientTransformation) -> optax.GradientTransformation:
+    def direction(self, q: Stage) -> Stage:
         """M̃ to D = λW + sQ, and to D = 0 where M̃ is zero, with a stage from M̃ to Q."""
         decay = decay_stage(self.h.weight_decay, self.mask)
         stages = q, shape_stage(self.h.scale, self.matrices), decay
         return where_nonzero_stage(optax.chain(*stages), self.matrices)
 
     @property
-    def scale_by_trust_ratio(self) -> optax.GradientTransformation:
+    def scale_by_trust_ratio(self) -> Stage:
         """D to r̂D."""
         assert self.h.ratio is not None
         return trust_ratio_stage(self.h.ratio, self.matrices)
 
     @property
-    def scale_by_learning_rate(self) -> optax.GradientTransformation:
-        """By −η."""
+    def scale_by_learning_rate(self) -> Stage:
         return optax.scale_by_learning_rate(self.h.learning_rate)
 
 
 # An optimizer of matrices from its stages. The nesting of chains is the state's tree:
 # changing it breaks checkpoints.
-Chain: TypeAlias = Callable[[Stages], optax.GradientTransformation]
+Chain: TypeAlias = Callable[[Stages], Stage]
 
 
-def orscale_chain(
-    s: Stages, q: optax.GradientTransformation | None = None
-) -> optax.GradientTransformation:
+def orscale_chain(s: Stages, q: Stage | None = None) -> Stage:
     """OrScale: M ← μM + G, D = λW + sQ and W ← W − η r̂ D, with Q or another direction."""
     return optax.chain(
         s.momentum,  # M̃ = μM + G
@@ -434,16 +432,14 @@ def orscale_chain(
     )
 
 
-def muon_chain(
-    s: Stages, q: optax.GradientTransformation | None = None
-) -> optax.GradientTransformation:
+def muon_chain(s: Stages, q: Stage | None = None) -> Stage:
     """Muon: OrScale without the ratio, r̂ = 1."""
     return optax.chain(
         s.momentum, s.direction(q or s.orthogonalize), s.scale_by_learning_rate
     )
 
 
-def adamw_chain(h: Arguments, mask: PyTree | None) -> optax.GradientTransformation:
+def adamw_chain(h: Arguments, mask: PyTree | None) -> Stage:
     """:func:`optax.adamw`, for the parameters that are no matrices."""
     moments = optax.scale_by_adam(
         b1=h.adam_b1,

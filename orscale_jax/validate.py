@@ -82,10 +82,8 @@ def number(
 
 def not_rounded(name: str, value: Any) -> None:
     """Refuse arrays, also traced ones, of a dtype narrower than float32."""
-    dtype = getattr(value, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        return
-    if jnp.dtype(dtype).itemsize < 4:  # In Keras they are names.
+    dtype = getattr(value, "dtype", float)  # In Keras it is a name.
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4:
         raise ValueError(
             f"{name} has dtype {dtype}, which rounds it (0.999 to 1 in bfloat16): pass a "
             "Python number or float32. optax.inject_hyperparams casts hyperparameters to "
@@ -218,10 +216,8 @@ def model(name: str, value: Any, kind: type) -> None:
 
 
 def _is_real_scalar(value: Any) -> bool:
-    if isinstance(value, bool | np.bool_):
-        return False
     if isinstance(value, int | float):
-        return True
+        return not isinstance(value, bool)
     return hasattr(value, "dtype") and is_real(value.dtype) and np.ndim(value) == 0
 
 

@@ -258,10 +258,10 @@ def certify(
         for i in differences.keys() - causes.keys():
             causes[i] = "only in the parameters' dtypes: a cast, or a narrow sum"
         errors.append(found)
+    of_leaves = zip(leaves, zip(*errors, strict=True), strict=True)
     rows = tuple(
-        CertificateRow(leaf.name, of_leaf, causes.get(i, ""), compared[i])
-        for i, leaf in enumerate(leaves)
-        for of_leaf in [tuple(found[i] for found in errors)]
+        CertificateRow(leaf.name, of_passes, causes.get(i, ""), compared[i])
+        for i, (leaf, of_passes) in enumerate(of_leaves)
     )
     devices = mesh.size if isinstance(mesh, Mesh) else running.size
     words = " × ".join(f"{size} {name}" for name, size in running.shape.items())
@@ -280,9 +280,8 @@ class _Leaf(NamedTuple):
 
 def _leaves(params: PyTree, axes_of: Mapping[Any, MatrixAxes]) -> Iterator[_Leaf]:
     """The leaves of the parameters; without axes, the last two are a matrix."""
-    paths = [*leaves_by_path(unbox(params))]
-    leaves = zip(distinct_names(paths), paths, jax.tree.leaves(params), strict=True)
-    for name, path, leaf in leaves:
+    leaf_of = leaves_by_path(unbox(params))
+    for name, (path, leaf) in zip(distinct_names(leaf_of), leaf_of.items(), strict=True):
         sharding, axes = getattr(leaf, "sharding", None), (*range(np.ndim(leaf)),)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
         last_two = MatrixAxes(axes[:-2], axes[-2:-1], axes[-1:])
@@ -460,8 +459,6 @@ class _Comparison(NamedTuple):
         return [i for i, limit in limits.items() if limit >= 1]
 
     def causes(self, differences: _Differences) -> dict[int, str]:
-        """The likely cause of each difference."""
-
         @functools.cache
         def by_shards(along: Sequence[str], step: int) -> list[Shards]:
             """The updates of devices that have only their own shards along some axes."""
@@ -479,10 +476,9 @@ class _Comparison(NamedTuple):
                     [x[at] for x, at in zip(each, places, strict=True)]
                     for each in (self.weights, *self.grads)
                 )
+                updates = self.on_one.updates(own, own_grads)
                 try:
-                    *_, last = itertools.islice(
-                        self.on_one.updates(own, own_grads), step + 1
-                    )
+                    *_, last = itertools.islice(updates, step + 1)
                 except Exception:  # The optimizer refuses shards.
                     break
                 for shards, at, update in zip(result, places, last, strict=True):

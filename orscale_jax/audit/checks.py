@@ -68,7 +68,7 @@ class Checks:
         axes_of: Mapping[Any, MatrixAxes],
         why_of: Mapping[Any, str],
     ) -> None:
-        """Collect it from leaves, axes of matrices and reasons for rules."""
+        self.leaf_of = leaf_of
         self.shapes = {path: np.shape(leaf) for path, leaf in leaf_of.items()}
         by_name = kinds(leaf_of)
         self.axes = axes_of
@@ -171,10 +171,7 @@ class Checks:
             *above, name = self.modules[other]
             is_down = [*self.modules[path][:-1]] == above and _DOWN.search(name)
             if is_down and (axes := self.axes.get(other)):
-                shape = np.asarray(self.shapes[other])
-                wide, out = (
-                    int(shape[list(x)].prod()) for x in (axes.rows, axes.columns)
-                )
+                wide, out = axes.matrix_shape(self.leaf_of[other])
                 if (row.m, row.n) in ((out, 2 * wide), (2 * out, wide)):
                     return True
         return False

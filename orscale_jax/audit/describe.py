@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orscale_jax import validate
 from orscale_jax.audit.certificate import certify
@@ -147,7 +147,7 @@ def describe(
     for stage, row, array in _rows(leaf_of, state, refused, axes_of, probed, checks):
         rows.append(row)
         if row.matrices and row.parameters:
-            planned[stage].append((row, *array))
+            planned[stage].append((row, array))
     words, shape, on_device = "", None, None
     if mesh is not None:
         slices = slices_of_mesh(mesh, stages[0].slow_axes) or {}
@@ -173,7 +173,7 @@ def describe(
 
 # Of an array of matrices: its shape, and the axes of the mesh that shard each of its own.
 _Array: TypeAlias = tuple[tuple[int, ...], tuple[tuple[str, ...], ...]]
-_Planned: TypeAlias = tuple[ParameterRow, tuple[int, ...], tuple[tuple[str, ...], ...]]
+_Planned: TypeAlias = tuple[ParameterRow, _Array]
 
 
 def _traced(
@@ -223,7 +223,7 @@ def _rows(
             kind=checks.kinds[path],
             label=kept.label,
         )
-        parts: list[tuple[ParameterRow, _Array]] = [(row, ((), ()))]
+        parts: list[_Planned] = [(row, ((), ()))]
         if path in axes_of:
             parts = list(_parts(row, leaf, axes_of[path], kept.arrays, kept.scale))
         for index, (part, array) in enumerate(parts):
@@ -243,14 +243,11 @@ def _rows(
 
 def _platform(leaves: Iterable[Any]) -> str:
     """The platform of the first mesh that has one, or of JAX's default backend."""
-    platform = jax.default_backend()
-    for leaf in leaves:
-        mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
-        device = mesh.abstract_mesh.abstract_device if mesh is not None else None
-        if device is not None:
-            # Devices of JAX 0.10.0 do not say it.
-            platform = getattr(device, "platform", platform)
-            break
+    meshes = (getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in leaves)
+    devices = (mesh.abstract_mesh.abstract_device for mesh in meshes if mesh is not None)
+    device = next((device for device in devices if device is not None), None)
+    # Devices of JAX 0.10.0 do not say it.
+    platform = getattr(device, "platform", jax.default_backend())
     return platform if platform in ("cpu", "tpu") else "gpu"
 
 
@@ -260,11 +257,12 @@ def _parts(
     axes: MatrixAxes,
     arrays: Sequence[Any] | None,
     scale: Scale | None,
-) -> Iterator[tuple[ParameterRow, _Array]]:
+) -> Iterator[_Planned]:
     """The rows of the parts of a leaf of matrices, from that of the leaf."""
     mesh = _mesh(leaf)
-    specs = () if mesh is None else typed_sharding.inferred(axes.batches, leaf, mesh)
-
+    specs = [PartitionSpec()] * len(axes.labels)
+    if mesh is not None:
+        specs = typed_sharding.inferred(axes.batches, leaf, mesh)
     batch, axis = axes.batch_shape(leaf), axes.block_axis
 
     def share(array: Any, index: int) -> Any:
@@ -278,22 +276,16 @@ def _parts(
             return jax.ShapeDtypeStruct(own, array.dtype)
         return array if index == 0 else jax.ShapeDtypeStruct((0,), array.dtype)
 
-    for index, label in enumerate(axes.labels):
-        part = functools.partial(axes.part, index=index)
-        shaped = jax.eval_shape(part, leaf)
+    for index, (label, spec) in enumerate(zip(axes.labels, specs, strict=True)):
+        shaped = jax.eval_shape(functools.partial(axes.part, index=index), leaf)
         batch_shape = axes.within.batch_shape(shaped)
         m, n = axes.within.matrix_shape(shaped)
         own = (share(array, index) for array in arrays or ())
-        spread = axes.stride and f"in turns of {axes.stride}"
-        mesh_axes: tuple[tuple[str, ...], ...] = ((),) * (len(batch_shape) + 2)
-        if specs:
-            mesh_axes = typed_sharding.axes_of(specs[index], len(batch_shape) + 2)
+        spread = f"in turns of {axes.stride}" if axes.stride else "contiguous"
         part_row = dataclasses.replace(
             row,
             block=label,
-            blocks=f"{len(axes.sizes)} {spread or 'contiguous'}"
-            if axes.sizes and not label
-            else "",
+            blocks=f"{len(axes.sizes)} {spread}" if axes.sizes and not label else "",
             shape=shaped.shape if label else leaf.shape,
             rule=MATRIX,
             matrices=math.prod(batch_shape),
@@ -304,6 +296,7 @@ def _parts(
             parameters=math.prod(shaped.shape),
             state_bytes=None if arrays is None else nbytes(own),
         )
+        mesh_axes = typed_sharding.axes_of(spec, len(batch_shape) + 2)
         yield part_row, ((*batch_shape, m, n), mesh_axes)
 
 
@@ -333,16 +326,14 @@ def _mesh(leaf: Any) -> Mesh | AbstractMesh | None:
 
 
 def _plan(
-    stages: Sequence[Platform],
-    rows: Sequence[Sequence[_Planned]],
-    mesh: MeshShape | None,
+    stages: Sequence[Platform], rows: Sequence[Sequence[_Planned]], mesh: MeshShape | None
 ) -> Plan:
     """The plan of Newton–Schulz of the stages, each for its own rows of matrices."""
     groups, buckets, of_buckets = [], list[Bucket](), list[list[str]]()
     for platform, of_stage in zip(stages, rows, strict=True):
-        names = [row.name for row, *_ in of_stage]
+        names = [row.name for row, _ in of_stage]
         arrays = []
-        for row, shape, axes in of_stage:
+        for row, (shape, axes) in of_stage:
             dtype = compute_dtype(jax.ShapeDtypeStruct((), row.dtype))
             arrays.append(ShardedArray(shape, platform.packed_dtype(dtype), axes))
         if mesh is not None:

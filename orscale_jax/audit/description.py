@@ -5,7 +5,7 @@ import dataclasses
 import html
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -255,7 +255,7 @@ _WIDE = {"kind", "s", "‖W‖", "parameters"}  # Which print leaves out.
 
 def _table(rows: Sequence[ParameterRow], totals: dict[str, Total], wide: bool) -> str:
     """The columns that say anything, with the sums below them."""
-    lines, shown = _merged_rows(rows), dict(_COLUMNS)
+    lines, shown = [*_merged_rows(rows)], dict(_COLUMNS)
     if len({row.dtype for row in rows}) == 1:
         del shown["dtype"]  # A note says it.
     if not wide:
@@ -325,19 +325,18 @@ def _total(rows: Sequence[ParameterRow], shared_bytes: int = 0) -> Total:
     )
 
 
-def _merged_rows(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
+def _merged_rows(rows: Sequence[ParameterRow]) -> Iterator[ParameterRow]:
     """One row, of sums and extremes, for those that differ by numbers in their names."""
     keys = [
         dataclasses.replace(row, path="", norms=None, first_update_rms=None)
         for row in rows
     ]
-    merged_rows = []
     for name, indexes in merged([row.name for row in rows], keys):
         members = [rows[index] for index in indexes]
         total, norms = _total(members), [x for row in members for x in row.norms or ()]
         sizes = [row.first_update_rms for row in members]
         squares = [row.parameters * (row.first_update_rms or 0) ** 2 for row in members]
-        row = dataclasses.replace(
+        yield dataclasses.replace(
             members[0],
             path=name,
             block="",
@@ -350,8 +349,6 @@ def _merged_rows(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
             parameters=total.parameters,
             state_bytes=total.state_bytes,
         )
-        merged_rows.append(row)
-    return merged_rows
 
 
 def _of_plan(plan: Plan, mesh: str) -> str:

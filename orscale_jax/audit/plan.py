@@ -1,5 +1,6 @@
 """The report of a plan: what goes through Newton–Schulz together, and what it costs."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -67,16 +68,13 @@ class Plan(NamedTuple):
     ) -> "Plan":
         """The buckets of a mesh, given the names of the arrays of each."""
         groups, flops, traffic = [], 0, Traffic()
-        for bucket, names_of_arrays in zip(buckets, names, strict=True):
-            counts: dict[int, int] = {}
+        for bucket, name_of in zip(buckets, names, strict=True):
+            counts = Counter[int]()
             for layout in sorted(bucket.layouts, key=lambda layout: layout.column_shards):
-                shards = layout.column_shards
-                counts[shards] = counts.get(shards, 0) + layout.matrices
+                counts[layout.column_shards] += layout.matrices
             m, n = bucket.shape
             group = Group(
-                tuple(
-                    dict.fromkeys(names_of_arrays[part.array] for part in bucket.slices)
-                ),
+                tuple(dict.fromkeys(name_of[part.array] for part in bucket.slices)),
                 tuple((count, m, n * shards, shards) for shards, count in counts.items()),
                 bucket.group_size,
                 bucket.matrices_per_device,

@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -48,43 +48,41 @@ def first_updates(
     is measured at tiny parameters, where neither decay nor the rounding of bfloat16 hides
     it.
     """
-    leaves, structure = jax.tree.flatten(params)
+    leaf_of = leaves_by_path(unbox(params))
+    # One number, or one row, is even by itself: a sign and a polar factor are those that
+    # do not shrink with its gradient.
+    thin = {path for path, x in leaf_of.items() if _is_thin(x, axes_of.get(path))}
     drawn: list[tuple[jax.Array, ...]] = []
-    thin = set()
-    for seed, (path, leaf) in enumerate(leaves_by_path(unbox(params)).items()):
+    for seed, (path, leaf) in enumerate(leaf_of.items()):
         draw = functools.partial(_drawn, leaf)
         abstract = isinstance(leaf, jax.ShapeDtypeStruct)
         weight = draw(3 * seed, 0.02) if abstract else jnp.asarray(leaf)
         gradient, tiny = draw(3 * seed + 1, 1.0), draw(3 * seed + 2, 2.0**-20)
-        # One number, or one row, is even by itself: a sign and a polar factor are those
-        # that do not shrink with its gradient.
-        if _is_thin(leaf, axes_of.get(path)):
-            thin.add(path)
         smaller = draw(3 * seed + 1, 1 / 16) if path in thin else gradient
         drawn.append((weight, tiny, gradient, smaller))
-    if not leaves:
+    if not drawn:
         return {}
+    structure = jax.tree.structure(params)
     weights, light, grads, smaller_grads = (
         jax.tree.unflatten(structure, column) for column in zip(*drawn, strict=True)
     )
     update = _update_of(optimizer, grads, weights)
     moved, low_bits = _first_moves(optimizer, update, grads, weights)
-    usual = {path: rms for path, (_, rms) in moved.items()}
     alone = _first_moves(optimizer, update, grads, light)[0]
     weight_of = leaves_by_path(unbox(weights))
     again = _first_moves(optimizer, update, smaller_grads, light)[0] if thin else {}
     result = {}
-    for path in leaves_by_path(unbox(params)):
+    for path in leaf_of:
         step, rms = alone.get(path, (None, 0.0))
+        first, usual_rms = moved.get(path, (None, rms))
         axes = axes_of.get(path)
         parts = 1 if axes is None else len(axes.labels)
         kinds = ["other"] * parts
-        first = moved.get(path, (None, 0.0))[0]
         drifts = path in low_bits
         if drifts and first is not None:
             drifts = bool(_is_rounded(weight_of[path], first))
         if step is None:
-            kinds = kinds if path in usual else ["none"] * parts
+            kinds = ["none"] * parts if first is None else kinds
         elif path not in thin or again.get(path, (None, 0))[1] > rms / 4:
             if even_entries(step) > EVEN_ENTRIES:
                 kinds = ["element-wise"] * parts
@@ -98,7 +96,7 @@ def first_updates(
                     ]
                     if "other" not in kinds:
                         break
-        result[path] = FirstUpdate(kinds, usual.get(path, rms), drifts)
+        result[path] = FirstUpdate(kinds, usual_rms, drifts)
     return result
 
 
@@ -120,11 +118,9 @@ def _drawn(leaf: Any, seed: int, size: float) -> jax.Array:
     is that of their signs.
     """
     # Beside others on a mesh, the sharding of one device would not be accepted.
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(running_mesh(sharding.mesh), sharding.spec)
-    else:
-        sharding = None
+    given, sharding = getattr(leaf, "sharding", None), None
+    if isinstance(given, NamedSharding):
+        sharding = NamedSharding(running_mesh(given.mesh), given.spec)
     return draw(np.shape(leaf), jnp.result_type(leaf), sharding)(seed, size)
 
 
@@ -177,11 +173,11 @@ def runnable(optimizer: Any, grads: PyTree, state: Any, params: PyTree) -> Any:
 
     errors = []
     # Of optimizer.update itself, JAX would keep the trace for the user's step.
-    whole, without = (
+    for update in (
         lambda *x: optimizer.update(*x),
-        lambda g, s, _: optimizer.update(g, s),
-    )
-    for update in (whole, with_loss, without):
+        with_loss,
+        lambda grads, state, _: optimizer.update(grads, state),
+    ):
         try:
             jax.eval_shape(update, grads, state, params)
             return update
@@ -236,13 +232,12 @@ def _first_moves(
     return moved, low_bits
 
 
-def _possible_axes(leaf: jax.Array) -> list[MatrixAxes]:
+def _possible_axes(leaf: jax.Array) -> Iterator[MatrixAxes]:
     """The ways to take axes for batch, rows and columns of matrices that are not thin.
 
     All of them for up to four axes. Five have 90, each of which is compiled: from there
     on, batch, rows and columns are neighbouring axes in this order.
     """
-    possible = []
     for roles in itertools.product("bmn", repeat=leaf.ndim):
         if leaf.ndim > 4 and not re.fullmatch("b*m+n+", "".join(roles)):
             continue
@@ -252,8 +247,7 @@ def _possible_axes(leaf: jax.Array) -> list[MatrixAxes]:
         )
         axes = MatrixAxes(batch, rows, columns)
         if () < rows < columns and (not _is_thin(leaf, axes) or _is_thin(leaf, None)):
-            possible.append(axes)
-    return possible
+            yield axes
 
 
 @jax.jit

@@ -34,7 +34,6 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """The names of its operands."""
         return re.findall(r"%([\w.-]+)", self.rest.partition(")")[0])
 
     @property

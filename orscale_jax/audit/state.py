@@ -90,20 +90,18 @@ class AbstractState(NamedTuple):
         whys = {name: why for note in decided for name, why in note.items()}
         parts = list(_parts(state, bare))
         kept, leaf_of = {}, leaves_by_path(bare)
-        for path in leaf_of:
+        for path, leaf in leaf_of.items():
             name = names_on(path)
             holding = [part for part in parts if name in part.arrays]
             rules = {part.rule for part in holding if name in part.owners}
             axes, stage = axes_of.get(name, (None, 0))
             # Of an init in jax.vmap, they are those of one of several models.
-            if axes and len(axes.batch + axes.rows + axes.columns) != np.ndim(
-                leaf_of[path]
-            ):
+            if axes and len(axes.batch + axes.matrix) != np.ndim(leaf):
                 axes = None
             rules |= {MATRIX} if axes else set()
             rule = next((x for x in (MATRIX, ADAMW, OTHER) if x in rules), STATELESS)
             # A compiled init decides nothing here.
-            given = SHAPE if np.ndim(leaf_of[path]) < 2 else "numbers"
+            given = SHAPE if np.ndim(leaf) < 2 else "numbers"
             ours = polar and rule in (MATRIX, ADAMW)
             kept[path] = ParameterState(
                 rule,
@@ -136,12 +134,10 @@ def nbytes_per_device(optimizer: Any, params: PyTree) -> int | None:
     # shard, and an init through which JAX cannot propagate shardings.
     try:
         shardings = jax.tree.leaves(state_shardings(optimizer, params))
-        state = jax.tree.leaves(
-            jax.eval_shape(lambda params: optimizer.init(params), params)
-        )
+        state = jax.eval_shape(lambda params: optimizer.init(params), params)
         return nbytes(
             jax.ShapeDtypeStruct(sharding.shard_shape(array.shape), array.dtype)
-            for array, sharding in zip(state, shardings, strict=True)
+            for array, sharding in zip(jax.tree.leaves(state), shardings, strict=True)
         )
     except Exception:  # An audit shows what it can, whatever a foreign init raises.
         return None
@@ -227,9 +223,8 @@ def _refuse_vectors(
 ) -> None:
     """Refuse a state of vectors that hold several parameters, as optax.flatten makes."""
     without = [path for path, state in kept.items() if state.rule == STATELESS]
-    smallest = min(
-        (math.prod(leaf_of[path].shape) for path in without if path), default=0
-    )
+    sizes = (math.prod(leaf_of[path].shape) for path in without if path)
+    smallest = min(sizes, default=0)
     for part in parts:
         known = part.rule == MATRIX or (part.rule == OTHER and not without)
         for array in () if known or part.owners else part.arrays.get(None, ()):

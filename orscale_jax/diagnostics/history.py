@@ -55,8 +55,8 @@ class StepFile:
     def append(self, rows: Iterable[Sequence[str]]) -> None:
         """Add rows, in the order of their steps."""
         start, lines = self._end, [*map(_line, rows)]
-        self._append("".join(lines))
-        self._count(map(str.encode, lines), start)
+        self._append(b"".join(lines))
+        self._count(lines, start)
 
     def rewind(self, step: int) -> None:
         """Drop all later steps."""
@@ -76,9 +76,9 @@ class StepFile:
             start += len(line)
         return start
 
-    def _append(self, text: str, mode: str = "r+b") -> None:
+    def _append(self, rows: bytes, mode: str = "r+b") -> None:
         """Write behind the last whole row. If that fails, the file ends there again."""
-        left = text.encode()
+        left = rows
         # Without a buffer, which would be written once more as the file is closed.
         with open(self.path, mode, buffering=0) as file:
             try:
@@ -91,7 +91,7 @@ class StepFile:
                 with contextlib.suppress(OSError):  # The next row goes there anyway.
                     file.truncate(self._end)
                 raise
-        self._end += len(text.encode())
+        self._end += len(rows)
 
 
 class History:
@@ -206,19 +206,16 @@ class History:
                 f"the first to differ is {new!r} here and {old!r} there: pass another "
                 "path for another model."
             )
-        values = {"step": str(step)}
+        columns: dict[str, Any] = {**table, "step": [step] * len(matrices)}
         for name, value in jax.device_get(scalars).items():
             array = np.asarray(value)
             real = array.dtype == bool or validate.is_real(array.dtype)
             if array.size != 1 or not real:
                 validate.refuse(name, value, "pass a real number")
-            values[name] = _text(array.reshape(())[()])
-        columns = [
-            [values[name]] * len(matrices) if name in values
-            else [_text(x) for x in table.get(name, [""] * len(matrices))]
-            for name in self._file.columns
-        ]  # fmt: skip
-        self._file.append(zip(*columns, strict=True))
+            columns[name] = [array.reshape(())[()]] * len(matrices)
+        missing = [""] * len(matrices)
+        ordered = (columns.get(name, missing) for name in self._file.columns)
+        self._file.append([*map(_text, row)] for row in zip(*ordered, strict=True))
 
     def rewind(self, step: int) -> None:
         """Drop all later steps, for a run that continues from this one."""
@@ -234,7 +231,7 @@ def _text(value: Any) -> str:
     return f"{float(value):.{15 if isinstance(value, float) else 7}g}"
 
 
-def _line(row: Iterable[str]) -> str:
+def _line(row: Iterable[str]) -> bytes:
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerow(row)
-    return text.getvalue()
+    return text.getvalue().encode()

@@ -73,11 +73,11 @@ def measure(
       3.0
     """
     params = unbox(trained(params, state))
-    like = entries_of(unbox(getattr(state, "opt_state", state)))
-    if like is None:  # Of other optimizers with momentum, too.
+    state = unbox(getattr(state, "opt_state", state))
+    if (like := entries_of(state)) is None:  # Of other optimizers with momentum, too.
         matrices = Matrices.of(weight_dimension_numbers, params)
     else:
-        matrices = matrices_of(params, weight_dimension_numbers, like, "the state")
+        matrices = matrices_of(params, weight_dimension_numbers, like)
     momenta = _momenta(state, matrices, params)
     columns = zip(*(_measured(polar, m) for m in momenta), strict=True)
     trees = map(matrices.scalars_of_batches, columns)
@@ -106,7 +106,6 @@ def _momenta(state: Any, matrices: Matrices, params: PyTree) -> list[jax.Array]:
     """M of all matrices, in the order of :meth:`Matrices.batches`."""
     found: dict[tuple[str, Path], jax.Array] = {}
     wanted = set(map(names_on, matrices.paths))
-    state = unbox(getattr(state, "opt_state", state))
     for entry in state_arrays(state, params, by_structure=True):
         if entry.field in (TRACE, TRACE_SCALE) and entry.owner in wanted:
             if (entry.field, entry.owner) in found:

@@ -127,8 +127,7 @@ def read(
     if (like := entries_of(state)) is None:
         remedy = "pass the state of an optimizer of orscale_jax"
         validate.refuse("state", type(state), remedy)
-    matrices = matrices_of(params, weight_dimension_numbers, like, "the state")
-    norms: ByPath = {}
+    matrices = matrices_of(params, weight_dimension_numbers, like)
     quantities: dict[Path, dict[str, Any]] = {}
     momenta = _momenta(state)
     for path, (axes, leaf) in zip(matrices.paths, matrices.each(params), strict=True):
@@ -136,16 +135,17 @@ def read(
         norm = axes.norms(jnp.asarray(leaf).astype(compute_dtype(leaf)))
         if like[name] is not None:
             norm = typed_sharding.shard_like(norm, jnp.asarray(like[name]))
-        norms[name], quantities[name] = norm, {"weight_norm": norm}
+        quantities[name] = {"weight_norm": norm}
         if name in momenta and name not in ratios:
             size = jnp.abs(jnp.asarray(momenta[name]).astype(norm.dtype))
             started = axes.reduce(jnp.sum, size) != 0
             quantities[name]["started"] = typed_sharding.shard_like(started, norm)
     rates = by_name(_learning_rates(learning_rate, state, params))
     for path, at in ratios.items():
-        quantities[path] |= _of_matrices(at, norms[path], rates.get(path))
-    for path, norm in initial.items():
-        quantities[path]["growth"] = norms[path] / norm
+        norm = quantities[path]["weight_norm"]
+        quantities[path] |= _of_matrices(at, norm, rates.get(path))
+    for path, first in initial.items():
+        quantities[path]["growth"] = quantities[path]["weight_norm"] / first
 
     def tree(field: str) -> PyTree:
         if not any(field in readouts for readouts in quantities.values()):
@@ -171,13 +171,11 @@ def fields_of(reading: Any) -> dict[str, PyTree]:
 def known_leaves(tree: PyTree, reading: Reading) -> list[jax.Array | None]:
     """A tree like those of a reading at each leaf of matrices; None where it has none."""
     leaves = by_name(tree)
-    norms = jax.tree.leaves_with_path(reading.weight_norm)
-    return [leaves.get(names_on(path)) for path, _ in norms]
+    return [leaves.get(name) for name in by_name(reading.weight_norm)]
 
 
 def _by_path(trees: Iterable[PyTree]) -> ByPath:
-    leaves = (leaf for tree in trees for leaf in jax.tree.leaves_with_path(tree))
-    return {names_on(path): array for path, array in leaves}
+    return {name: array for tree in trees for name, array in by_name(tree).items()}
 
 
 def entries_of(state: Any) -> ByPath | None:
@@ -199,9 +197,9 @@ def _momenta(state: Any) -> ByPath:
 
 
 def matrices_of(
-    params: PyTree, numbers: WeightDimensionNumbers, like: ByPath, where: str
+    params: PyTree, numbers: WeightDimensionNumbers, like: ByPath
 ) -> Matrices:
-    """The matrices of which ``where`` has these arrays, by path."""
+    """The matrices of which the state has these arrays, by path."""
 
     def kept(tree: PyTree) -> PyTree:
         return jax.tree.map_with_path(
@@ -210,7 +208,7 @@ def matrices_of(
         )
 
     if not like:
-        raise ValueError(f"{where} has no matrices: there is nothing to read.")
+        raise ValueError("the state has no matrices: there is nothing to read.")
     try:
         axes_by_leaf = matrix_axes(numbers, kept(params) if numbers is None else params)
     except ValueError:  # Of parameters that the optimizer has not seen.
@@ -219,7 +217,7 @@ def matrices_of(
     axes_of, leaves = by_name(axes_tree), jax.tree.leaves_with_path(params)
     if missing := like.keys() - {names_on(path) for path, _ in leaves}:
         raise ValueError(
-            f"{where} has matrices that params does not have, such as "
+            "the state has matrices that params does not have, such as "
             f"{'.'.join(min(missing))!r}: pass the parameters that the optimizer updates."
         )
     for path, leaf in leaves:
@@ -232,7 +230,7 @@ def matrices_of(
                 "no matrix" if axes is None else f"matrices of batch shape {batch_shape}"
             )
             raise ValueError(
-                f"parameter {name_and_shape(path, leaf)} is {here}, but in {where} "
+                f"parameter {name_and_shape(path, leaf)} is {here}, but in the state "
                 f"matrices of batch shape {shape}: pass the weight_dimension_numbers "
                 "that the optimizer was built with."
             )

@@ -13,9 +13,9 @@ from jax.typing import ArrayLike
 
 from orscale_jax import validate
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
-from orscale_jax.optimizers import MuonArguments, Stages, build, muon_chain, takes
+from orscale_jax.optimizers import MuonArguments, Stage, Stages, build, muon_chain, takes
 from orscale_jax.parameters.axes import MatrixAxes
-from orscale_jax.transforms.matrices import MakeStage, Matrices, Optimizer, broadcast
+from orscale_jax.transforms.matrices import Optimizer, broadcast
 from orscale_jax.trees.boxes import PyTree
 
 
@@ -69,37 +69,26 @@ def aurora(h: _Aurora) -> Optimizer:
       ``scale_mode="shape_scaling"``. Its floor of 1e-7 under the norms is missing here: a
       step does not depend on the scale of the gradients.
     """
-
-    def chain(s: Stages) -> optax.GradientTransformation:
-        passes = 2 if h.pp_iterations is None else h.pp_iterations
-        return muon_chain(s, balanced_polar_stage(s.polar, passes, h.pp_beta, s.matrices))
-
-    return build(chain, h)
+    return build(lambda s: muon_chain(s, balanced_polar_stage(h, s)), h)
 
 
-def balanced_polar_stage(
-    polar: MakeStage,
-    pp_iterations: int | jax.Array,
-    pp_beta: ArrayLike,
-    matrices: Matrices,
-) -> optax.GradientTransformation:
-    """M̃ to the Q of Aurora, by ``polar``, through which a square matrix goes once."""
+def balanced_polar_stage(h: _Aurora, s: Stages) -> Stage:
+    """M̃ to the Q of Aurora; a square matrix goes through Newton–Schulz once."""
+    pp_iterations = 2 if h.pp_iterations is None else h.pp_iterations
     validate.count("pp_iterations", pp_iterations)
-    validate.number("pp_beta", pp_beta, at_least=0)
-    last = polar(matrices)
+    validate.number("pp_beta", h.pp_beta, at_least=0)
 
     def divide(
-        axes: MatrixAxes, x: jax.Array, by: jax.Array, exponent: ArrayLike = pp_beta
+        axes: MatrixAxes, x: jax.Array, by: jax.Array, exponent: ArrayLike = h.pp_beta
     ) -> jax.Array:
         """Vectors of x's longer side, over powers of the squared norms of others."""
+        exponent = jnp.asarray(exponent, x.dtype)
         # Of (m, n), n is the longer side where m < n.
         for vectors, longer in ((axes.neurons, operator.lt), (axes.inputs, operator.gt)):
             chosen = axes.by_shape(longer, x)
             if np.any(chosen):
                 square = vectors.reduce(jnp.sum, jnp.square(by))
-                power = jnp.where(square == 0, 1, square) ** jnp.asarray(
-                    exponent, x.dtype
-                )
+                power = jnp.where(square == 0, 1, square) ** exponent
                 x = x / jnp.where(chosen, broadcast(vectors, power, x), 1)
         return x
 
@@ -113,13 +102,13 @@ def balanced_polar_stage(
         updates: PyTree, state: PyTree, params: PyTree | None = None
     ) -> tuple[PyTree, PyTree]:
         # Leaves that hold any matrix that is not square.
-        is_rectangular = matrices.map(
-            lambda a, x: np.any(a.by_shape(operator.ne, x)), updates
+        leaves = s.matrices.structure.flatten_up_to(updates)
+        axes = tuple(
+            a if a and np.any(a.by_shape(operator.ne, x)) else None
+            for a, x in zip(s.matrices.axes, leaves, strict=True)
         )
-        chosen = iter(matrices.leaves(is_rectangular))
-        axes = tuple(axes if axes and next(chosen) else None for axes in matrices.axes)
-        rectangular = dataclasses.replace(matrices, axes=axes)
-        again = polar(rectangular)
+        rectangular = dataclasses.replace(s.matrices, axes=axes)
+        again = s.polar(rectangular)
 
         def balance(_: ArrayLike, x: PyTree) -> PyTree:
             q, _ = again.update(x, state, params)
@@ -131,6 +120,6 @@ def balanced_polar_stage(
                 x = balance(i, x)
         else:
             x = jax.lax.fori_loop(1, pp_iterations, balance, x)
-        return last.update(x, state, params)
+        return s.orthogonalize.update(x, state, params)
 
-    return optax.GradientTransformation(last.init, update)
+    return optax.GradientTransformation(s.orthogonalize.init, update)

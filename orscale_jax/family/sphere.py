@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
-from orscale_jax.optimizers import Arguments, Stages, build, takes
+from orscale_jax.optimizers import Arguments, Stage, Stages, build, takes
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import Matrices, Optimizer, broadcast, compute_dtype
@@ -66,16 +66,14 @@ def hyperball(h: Arguments) -> Optimizer:
       uses the norm of the current step instead.
     """
 
-    def chain(s: Stages) -> optax.GradientTransformation:
+    def chain(s: Stages) -> Stage:
         step = initial_norm_stage(s.scale_by_learning_rate, s.matrices)
         return optax.chain(s.momentum, s.orthogonalize, step)
 
     return build(chain, h)
 
 
-def initial_norm_stage(
-    learning_rate: optax.GradientTransformation, matrices: Matrices
-) -> optax.GradientTransformationExtraArgs:
+def initial_norm_stage(learning_rate: Stage, matrices: Matrices) -> Optimizer:
     """Q to Hyperball's step, from W to R normalize(W − ηR normalize(Q))."""
     learning_rate = optax.with_extra_args_support(learning_rate)
 

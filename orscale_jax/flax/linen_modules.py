@@ -177,9 +177,8 @@ def linen_dimension_numbers(
             for name, value in params.items():
                 module.scope.put_variable("params", name, value)
             function: Any = method or "__call__"
-            function = (
-                getattr(type(module), function) if isinstance(function, str) else function
-            )
+            if isinstance(function, str):
+                function = getattr(type(module), function)
             return getattr(function, "__func__", function)(module, *args, **kwargs)
 
         return linen.init_with_output(call, module)(rngs, *args, **kwargs)[0]

@@ -104,8 +104,8 @@ def nnx_dimension_numbers(
     # The axes that count modules, by their names in the variables' annotations.
     stacked: dict[Path, dict[str, int]] = {}
     for path, param in params.items():
-        partition_name = param.get_metadata(nnx.PARTITION_NAME, None)
-        wanted = {*partition_names, *([] if partition_name is None else [partition_name])}
+        own_name = param.get_metadata(nnx.PARTITION_NAME, None)
+        wanted = {*partition_names, own_name} - {None}
         annotation = param.get_metadata("out_sharding", None) or ()
         layout = getattr(annotation, "sharding", annotation)  # Of a Format.
         names = getattr(layout, "spec", layout)  # Of a NamedSharding.
@@ -117,7 +117,7 @@ def nnx_dimension_numbers(
                 "the parameters, and give the transformation transform_metadata="
                 f"{{nnx.PARTITION_NAME: {name!r}}}."
             )
-    modules = {
+    owners = {(): model} | {
         tuple(map(str, path)): module
         for path, module in nnx.iter_modules(model)
         if not (path and isinstance(module, _CONTAINERS))
@@ -127,7 +127,6 @@ def nnx_dimension_numbers(
     for places in nnx.find_duplicates(model, only=nnx.Variable):
         paths = [tuple(map(str, path)) for path in places]
         shared[paths[0]] = paths
-    owners = {(): model, **modules}
     by_type = {
         path: module_types.numbers_by_owner(
             shared.get(path, [path]),

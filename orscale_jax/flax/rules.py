@@ -91,16 +91,13 @@ def _einsum(equation: str | None, shape: Iterable[int | None] | None = None) -> 
 
 
 def _conv(
-    size: _Sizes,
-    inputs: int | None,
-    outputs: int,
-    groups: int = 1,
-    transposed: bool = False,
+    size: Any, inputs: int | None, outputs: int, groups: int = 1, transposed: bool = False
 ) -> _Parameters:
+    size, each = as_tuple(size), inputs and inputs // groups
     window = len(size)
     if transposed:
-        return _kernel(convolution((*size, outputs, inputs), window + 1, window, 1))
-    return _kernel(convolution((*size, inputs, outputs), window, window + 1, groups))
+        return _kernel(convolution((*size, outputs, each), window + 1, window, 1))
+    return _kernel(convolution((*size, each, outputs), window, window + 1, groups))
 
 
 def _gates(number: int) -> Rule:
@@ -130,16 +127,10 @@ NNX_RULES: ModuleRules = {
     ),
     nnx.Einsum: lambda m: _kernel(_einsum(m.einsum_str, m.kernel_shape)),
     nnx.Conv: lambda m: _conv(
-        as_tuple(m.kernel_size),
-        m.in_features // m.feature_group_count,
-        m.out_features,
-        m.feature_group_count,
+        m.kernel_size, m.in_features, m.out_features, m.feature_group_count
     ),
     nnx.ConvTranspose: lambda m: _conv(
-        as_tuple(m.kernel_size),
-        m.in_features,
-        m.out_features,
-        transposed=m.transpose_kernel,
+        m.kernel_size, m.in_features, m.out_features, transposed=m.transpose_kernel
     ),
     nnx.LoRA: lambda m: {  # It does not keep the rank, an argument of its constructor.
         "lora_a": Weight((m.in_features, None), 0, 1),
@@ -163,11 +154,9 @@ LINEN_RULES: ModuleRules = {
     ),
     linen.recurrent.DenseParams: lambda m: _dense((None,), (m.features,)),
     linen.Einsum: lambda m: _kernel(_einsum(m.einsum_str, m.shape)),
-    linen.Conv: lambda m: _conv(
-        as_tuple(m.kernel_size), None, m.features, m.feature_group_count
-    ),
+    linen.Conv: lambda m: _conv(m.kernel_size, None, m.features, m.feature_group_count),
     linen.ConvTranspose: lambda m: _conv(
-        as_tuple(m.kernel_size), None, m.features, transposed=m.transpose_kernel
+        m.kernel_size, None, m.features, transposed=m.transpose_kernel
     ),
     # A matrix for each pixel of the output: (pixels..., window, features).
     linen.ConvLocal: lambda m: _dense((None,), (m.features,), _unknown(m.kernel_size)),

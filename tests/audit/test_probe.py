@@ -141,7 +141,7 @@ def test_five_axes_are_read_as_neighbours():
     only = orthogonalize(weight_dimension_numbers={"stack": Dims((1, 2, 3), 4)})
     assert kinds(only, params) == "stack:orthogonal"
     assert kinds(optax.sgd(0.1), params) == "stack:other"
-    assert len(_possible_axes(params["stack"])) == 10
+    assert len([*_possible_axes(params["stack"])]) == 10
 
 
 @pytest.mark.compiled
