@@ -100,18 +100,12 @@ class LayoutGroup:
     """Matrices of a bucket that are sharded alike, over axes of the mesh."""
 
     slices: tuple[MatrixRange, ...]
-    row_axes: MeshAxes
-    column_axes: MeshAxes
+    axes: tuple[MeshAxes, MeshAxes]  # Over which rows and columns are sharded.
     column_shards: int = 1  # The devices that share the columns of one matrix.
 
     @functools.cached_property
     def matrices(self) -> int:
         return sum(part.matrices for part in self.slices)
-
-    @property
-    def axes(self) -> tuple[MeshAxes, MeshAxes]:
-        """The axes of the mesh over which rows and columns are sharded."""
-        return self.row_axes, self.column_axes
 
     @property
     def slots(self) -> int:

@@ -39,10 +39,8 @@ class _Packing:
 
     def __init__(self, layout: LayoutGroup, bucket: Bucket, mesh: MeshShape) -> None:
         self.layout, self.bucket, self.mesh = layout, bucket, mesh
-        m, n = self.shape = (
-            bucket.shape[0] // count_devices(layout.row_axes, mesh.factors),
-            bucket.shape[1] // count_devices(layout.column_axes, mesh.factors),
-        )
+        rows, columns = (count_devices(axes, mesh.factors) for axes in layout.axes)
+        m, n = self.shape = bucket.shape[0] // rows, bucket.shape[1] // columns
         # Shards of several layouts are sent in one shape, in which a TPU would pad short
         # axes: tall ones are transposed.
         several = len({other.axes for other in bucket.layouts}) > 1

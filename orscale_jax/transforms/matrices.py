@@ -71,18 +71,14 @@ class Matrices:
         return [axes for axes in self.axes if axes is not None]
 
     @property
-    def axes_tree(self) -> PyTree:
-        """The axes as a tree, masked where there are none."""
-        return self.tree_of(self.of_leaves)
-
-    @property
     def mask(self) -> PyTree:
         """A tree of booleans: whether each leaf holds matrices."""
         return self.structure.unflatten(axes is not None for axes in self.axes)
 
     @property
     def paths(self) -> list[Any]:
-        return [path for path, _ in jax.tree.leaves_with_path(self.axes_tree)]
+        axes_tree = self.tree_of(self.of_leaves)  # Masked where there are none.
+        return [path for path, _ in jax.tree.leaves_with_path(axes_tree)]
 
     def leaves(self, tree: PyTree) -> list[Any]:
         nodes = self.structure.flatten_up_to(tree)
@@ -139,14 +135,10 @@ class Matrices:
 
     def scalars_of_batches(self, scalars: Sequence[jax.Array]) -> PyTree:
         """Scalars from those of :meth:`batches`, which have their batch shapes."""
-        left, leaves = iter(scalars), []
-        for axes in self.of_leaves:
-            of_parts = [next(left) for _ in axes.labels]
-            unequal = axes.has_unequal_blocks
-            leaves.append(
-                jnp.stack(of_parts, axis=axes.block_position) if unequal else of_parts[0]
-            )
-        return self.tree_of(leaves)
+        left = iter(scalars)
+        return self.tree_of(
+            [axes.join([next(left) for _ in axes.labels]) for axes in self.of_leaves]
+        )
 
     def require_whole(self, params: PyTree, known: ParamSpecs | None = None) -> None:
         """Refuse matrices of which each device has a part, as boxes or arguments say."""

@@ -67,7 +67,7 @@ def test_the_group_of_each_matrix(case):
     given, of_rows, of_columns, *expected = case
     [bucket] = plan_buckets([given], MESH, LARGE)
     [layout] = bucket.layouts
-    assert (layout.row_axes, layout.column_axes) == (of_rows, of_columns)
+    assert layout.axes == (of_rows, of_columns)
     names = ("replica_axes", "group_size", "shards", "matrices", "shape")
     assert [getattr(bucket, name) for name in names] == expected
     assert bucket.matrices_per_device == 1
@@ -217,7 +217,7 @@ def buckets_of(model, *groups):
         [column_shards] = shared or [1]
         part = MatrixRange(index, 0, 8 // column_shards, transposed=False)
         axes = ("fsdp",) if shards == 8 else ()
-        layout = LayoutGroup((part,), axes, (), column_shards)
+        layout = LayoutGroup((part,), (axes, ()), column_shards)
         sharing = () if shards in (0, 8) else ("fsdp",)
         size = 8 if shards else 1
         shape = m, n // column_shards
@@ -293,8 +293,8 @@ def test_plans(arrays):
             <= bucket.matrices_per_device * bucket.group_size
         )
         for layout in bucket.layouts:
-            assert m % count_devices(layout.row_axes, MESH.sizes) == 0
-            assert n % count_devices(layout.column_axes, MESH.sizes) == 0
+            for side, axes in zip((m, n), layout.axes, strict=True):
+                assert side % count_devices(axes, MESH.sizes) == 0
             for part in layout.slices:
                 *_, rows, columns = arrays[part.array].shape
                 if part.transposed:
