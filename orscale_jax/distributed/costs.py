@@ -71,9 +71,6 @@ class CostModel(NamedTuple):
         return cost / self.hardware.flops_per_second
 
 
-DEFAULT_COSTS = CostModel()
-
-
 class ShardedArray(NamedTuple):
     """An array of matrices ``(*batch, m, n)`` on a mesh, in the dtype that is sent."""
 
@@ -129,9 +126,9 @@ class Bucket(NamedTuple):
     replica_axes: MeshAxes
     group_size: int  # The number of devices in a group.
     shards: int  # The number of shards of a matrix in a group, without replicas.
+    cost_model: CostModel
     # The numbers of slices among which its shards and its replicas are.
     slice_counts: tuple[int, int] = (1, 1)
-    cost_model: CostModel = DEFAULT_COSTS
 
     @property
     def slices(self) -> Iterator[MatrixRange]:

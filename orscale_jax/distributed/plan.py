@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from orscale_jax.distributed.costs import (
-    DEFAULT_COSTS,
     Bucket,
     CostModel,
     LayoutGroup,
@@ -59,7 +58,7 @@ def plan_buckets(
     arrays: Sequence[ShardedArray],
     mesh: MeshShape,
     stack_bytes: int,
-    cost_model: CostModel = DEFAULT_COSTS,
+    cost_model: CostModel,
 ) -> tuple[Bucket, ...]:
     """Plan which matrices are sent together, and between which devices.
 

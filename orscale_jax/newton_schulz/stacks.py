@@ -7,7 +7,6 @@ another, and saves only compile time; the leaves in a stack are limited, since o
 fills it from all of them.
 """
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -156,7 +155,7 @@ def polar_in_chunks(
         if x.ndim == 2 or typed_sharding.is_sharded(x) or fitting >= len(x):
             length = len(x)
         elif fitting == 0 and x.ndim > 3:  # Each entry is divided in turn.
-            qs[i] = [jax.lax.map(functools.partial(_in_chunks, platform), x)]
+            qs[i] = [jax.lax.map(lambda x: polar_in_chunks(platform, [x], [None])[0], x)]
             continue
         else:
             length = max(1, fitting)
@@ -171,11 +170,6 @@ def polar_in_chunks(
         for (i, _), q in zip(turn, results, strict=True):
             qs[i].append(q)
     return [some[0] if len(some) == 1 else jnp.concatenate(some) for some in qs]
-
-
-def _in_chunks(platform: Platform, x: jax.Array) -> jax.Array:
-    """The factors of one array of whole matrices."""
-    return polar_in_chunks(platform, [x], [None])[0]
 
 
 def _in_a_loop(platform: Platform, x: jax.Array, length: int) -> jax.Array:
@@ -197,4 +191,5 @@ def _in_a_loop(platform: Platform, x: jax.Array, length: int) -> jax.Array:
     results = jax.lax.fori_loop(0, turns, turn, x[:whole])
     if whole == len(x):
         return results
-    return jnp.concatenate([results, _in_chunks(platform, x[whole:])])
+    remainder = polar_in_chunks(platform, [x[whole:]], [None])
+    return jnp.concatenate([results, *remainder])

@@ -34,7 +34,6 @@ from orscale_jax.trees.nodes import (
     TraceLog,
     broadcast_prefix,
     is_function,
-    is_masked,
     leaves_and_masks,
     nodes_of,
 )
@@ -145,32 +144,11 @@ def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) 
         numbers_tree = default_numbers(tree)
 
     def resolve(path: Any, numbers: Any, leaf: jax.Array) -> Any:
-        if numbers is None or is_masked(numbers):
+        if numbers is None:
             return optax.MaskedNode()
-        if isinstance(numbers, MatrixAxes):
-            return numbers
-        return explicit_axes(path, leaf, numbers)
+        return numbers if is_axes_leaf(numbers) else explicit_axes(path, leaf, numbers)
 
     return spread(resolve, numbers_tree, tree, "weight_dimension_numbers")
-
-
-def require_matrices(
-    weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree
-) -> PyTree:
-    """:func:`matrix_axes` for a stage that handles, and takes, nothing but matrices."""
-
-    def check(path: Any, axes: Any, subtree: PyTree) -> Any:
-        if is_masked(axes) and jax.tree.leaves(subtree):
-            raise ValueError(
-                f"parameter {name_and_shape(path, subtree)} is not a matrix, but "
-                "this stage takes matrices only: route it elsewhere with "
-                "optax.partition (as orscale does), or give its axes in "
-                "weight_dimension_numbers."
-            )
-        return axes
-
-    axes = matrix_axes(weight_dimension_numbers, tree)
-    return jax.tree.map_with_path(check, axes, unbox(tree), is_leaf=is_axes_leaf)
 
 
 def is_axes_leaf(node: Any) -> bool:

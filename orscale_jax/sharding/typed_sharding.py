@@ -133,11 +133,10 @@ def full(
     """An array of one value, on the mesh of ``like``, varying as it does in shard_map."""
     if isinstance(like, jax.core.Tracer):
         return jax.lax.full_like(like, value, dtype, tuple(shape))
-    where = getattr(like, "sharding", None)
+    where, device = getattr(like, "sharding", None), None
     if isinstance(where, NamedSharding):
-        where = NamedSharding(where.mesh, PartitionSpec())
-        return jax.numpy.full(shape, value, dtype, device=where)
-    return jax.numpy.full(shape, value, dtype)
+        device = NamedSharding(where.mesh, PartitionSpec())
+    return jax.numpy.full(shape, value, dtype, device=device)
 
 
 def split(leaf: jax.Array, axis: int, count: int) -> jax.Array:

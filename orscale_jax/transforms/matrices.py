@@ -23,7 +23,6 @@ from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     is_axes_leaf,
     matrix_axes,
-    require_matrices,
 )
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.sharding.param_shardings import ParamSpecs
@@ -36,6 +35,7 @@ from orscale_jax.trees.checks import (
     where_gradients_are,
 )
 from orscale_jax.trees.names import name_and_shape
+from orscale_jax.trees.nodes import is_masked
 
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 
@@ -60,7 +60,9 @@ class Matrices:
         cls, numbers: WeightDimensionNumbers, tree: PyTree, *, only: bool = False
     ) -> "Matrices":
         """The matrices of a tree by their dimension numbers; ``only`` refuses others."""
-        axes_tree = (require_matrices if only else matrix_axes)(numbers, tree)
+        axes_tree = matrix_axes(numbers, tree)
+        if only:
+            jax.tree.map_with_path(_require_matrix, axes_tree, tree, is_leaf=is_axes_leaf)
         leaves, structure = jax.tree.flatten(axes_tree, is_leaf=is_axes_leaf)
         axes = (leaf if isinstance(leaf, MatrixAxes) else None for leaf in leaves)
         return cls(structure, tuple(axes))
@@ -197,6 +199,16 @@ class Matrices:
             return jnp.stack([full(value, compute_dtype(leaf), leaf) for value in values])
 
         return self.scalars(params, of)
+
+
+def _require_matrix(path: Any, axes: Any, subtree: PyTree) -> None:
+    """Refuse a parameter that a stage for matrices alone would not handle."""
+    if is_masked(axes) and jax.tree.leaves(subtree):
+        raise ValueError(
+            f"parameter {name_and_shape(path, subtree)} is not a matrix, but this stage "
+            "takes matrices only: route it elsewhere with optax.partition (as orscale "
+            "does), or give its axes in weight_dimension_numbers."
+        )
 
 
 def broadcast(axes: MatrixAxes, scalars: jax.Array, leaf: jax.Array) -> jax.Array:

@@ -111,11 +111,9 @@ def box_like(
     if not is_box(node):
         return array
 
-    def of_axes(names: Iterable[Any]) -> tuple[Any, ...]:
-        names_of_axes = tuple(names)
-        return tuple(
-            pick(names_of_axes + (None,) * (unbox(node).ndim - len(names_of_axes)))
-        )
+    def of_axes(names: Any) -> tuple[Any, ...]:
+        missing = unbox(node).ndim - len(names)
+        return tuple(pick([*names, *[None] * missing]))
 
     def in_its_form(names: Any) -> Any:
         if isinstance(names, NamedSharding):

@@ -182,7 +182,7 @@ def every_bucket(count, shape, rows, mesh):
             part = MatrixRange(0, 0, count, transposed=False)
             layout = LayoutGroup((part,), (rows, ()), shards)
             sizes = ((m, n // shards), BFLOAT16, rows, replicas, devices, size(rows))
-            bucket = Bucket((layout,), *sizes, slices, V5P)
+            bucket = Bucket((layout,), *sizes, V5P, slices)
             if shards == 1 or bucket.matrices_per_device == 1:
                 yield bucket
 
