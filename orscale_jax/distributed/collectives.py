@@ -29,14 +29,13 @@ class ColumnGroup:
     def sum_matrices(
         self, x: jax.Array, rounded: Callable[[jax.Array], jax.Array]
     ) -> jax.Array:
-        over: Any = {"axis_index_groups": self.group.index_groups(self.shards)}
+        groups = self.group.index_groups(self.shards)
+        over: Any = {"axis_name": self.group.axes, "axis_index_groups": groups}
         if typed_sharding.mapped_axes():  # JAX 0.10 cannot map psum_scatter.
-            gathered = rounded(jax.lax.psum(x, self.group.axes, **over))
+            gathered = rounded(jax.lax.psum(x, **over))
         else:
-            rows = jax.lax.psum_scatter(x, self.group.axes, tiled=True, **over)
-            gathered = jax.lax.all_gather(
-                rounded(rows), self.group.axes, tiled=True, **over
-            )
+            rows = jax.lax.psum_scatter(x, tiled=True, **over)
+            gathered = jax.lax.all_gather(rounded(rows), tiled=True, **over)
         return self._if_active(gathered.astype(x.dtype), x)
 
     def _if_active(self, reduced: jax.Array, x: jax.Array) -> jax.Array:

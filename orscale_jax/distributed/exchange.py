@@ -165,10 +165,8 @@ def on_each_device(
         bucket = packings[i][0].bucket
         if bucket.column_shards > 1:
             group = mesh.group(bucket.replica_axes + bucket.shard_axes, bucket.group_size)
-            active = sum(
-                layout.slots for layout in bucket.layouts if layout.column_shards > 1
-            )
-            columns[i] = ColumnGroup(group, bucket.column_shards, active)
+            active = [each.slots for each in bucket.layouts if each.column_shards > 1]
+            columns[i] = ColumnGroup(group, bucket.column_shards, sum(active))
             stacks[i] = stacks[i][0]  # A column shard has no batch axis.
     qs = polar_in_chunks(platform, [stacks[i] for i in order], [*columns.values()])
     of_bucket = dict(zip(order, qs, strict=True))
@@ -178,8 +176,7 @@ def on_each_device(
     factors = []
     by_array = itertools.groupby(sorted(slices), key=lambda part: part.array)
     for shard, (_, parts) in zip(shards, by_array, strict=True):
-        pieces = [slices[part] for part in parts]
-        joined = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+        joined = jnp.concatenate([slices[part] for part in parts])
         factors.append(joined.reshape(shard.shape))
     return tuple(platform.layout(factors))
 

@@ -141,8 +141,7 @@ def polar_in_chunks(
     """Polar factors of packed matrices, a few chunks at a time, which bounds memory.
 
     Only batch axes are divided, except those that are sharded by their types: each device
-    already holds a part of these. ``columns`` are, for each array, the devices that hold
-    the other columns of its matrices; None for whole matrices.
+    already holds a part of these. ``columns`` are those of :func:`newton_schulz`.
     """
     limits = platform.limits
     if platform.normalizes == "matrix":
@@ -169,7 +168,7 @@ def polar_in_chunks(
         results = newton_schulz([chunk for _, chunk in turn], platform, of_turn)
         for (i, _), q in zip(turn, results, strict=True):
             qs[i].append(q)
-    return [some[0] if len(some) == 1 else jnp.concatenate(some) for some in qs]
+    return [*map(jnp.concatenate, qs)]
 
 
 def _in_a_loop(platform: Platform, x: jax.Array, length: int) -> jax.Array:

@@ -87,11 +87,9 @@ class BlockDimensionNumbers:
             validate.refuse("block_axis", self.block_axis, "pass one axis, an integer")
         if self.stride is not None:
             validate.count("stride", self.stride)
-            if isinstance(self.blocks, tuple):
-                remedy = (
-                    "leave it out, or pass a number of blocks, which have equal sizes"
-                )
-                validate.refuse("stride", self.stride, remedy)
+        if self.stride is not None and isinstance(self.blocks, tuple):
+            remedy = "leave it out, or pass a number of blocks, which have equal sizes"
+            validate.refuse("stride", self.stride, remedy)
 
     def sizes(self, length: int) -> tuple[int, ...]:
         """The sizes of the blocks along an axis of this length."""

@@ -148,9 +148,8 @@ def split(leaf: jax.Array, axis: int, count: int) -> jax.Array:
         leaf = gather(leaf, (axis,))
     # JAX would move an axis of length 1 in the mesh to the second of the two.
     entries = spec(leaf)
-    return shard_as(
-        leaf.reshape(shape), leaf, [*entries[: axis + 1], None, *entries[axis + 1 :]]
-    )
+    entries.insert(axis + 1, None)
+    return shard_as(leaf.reshape(shape), leaf, entries)
 
 
 def merge(leaf: jax.Array, axis: int) -> jax.Array:

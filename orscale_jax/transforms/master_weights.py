@@ -150,10 +150,8 @@ def keep_master_weights(
         )
         trees = unbox((steps, masters, params, state.low_bits))
         structure: Any = jax.tree.structure(trees[0], is_leaf=lambda x: x is None)
-        moves = []
-        for step, master, param, low in zip(
-            *map(structure.flatten_up_to, trees), strict=True
-        ):
+        columns, moves = map(structure.flatten_up_to, trees), []
+        for step, master, param, low in zip(*columns, strict=True):
             if step is None or is_absent(low):
                 moves.append((step, low))
                 continue
@@ -216,9 +214,8 @@ def with_master_weights(states: Iterable[MasterWeightsState], params: PyTree) ->
 
     masters = unbox(params)
     for state in states:
-        masters = jax.tree.map_with_path(
-            master, unbox(state.low_bits), masters, is_leaf=is_absent
-        )
+        lows = unbox(state.low_bits)
+        masters = jax.tree.map_with_path(master, lows, masters, is_leaf=is_absent)
     return rebox(masters, params)
 
 

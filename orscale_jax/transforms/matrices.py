@@ -114,10 +114,8 @@ class Matrices:
             for index in range(len(axes.labels))
         ]
         along = [axes.within.matrix for axes in self.of_leaves for _ in axes.labels]
-        totals = sum_all(groups, along)
-        return [
-            self.scalars_of_batches([x[i] for x in totals]) for i in range(len(trees))
-        ]
+        sums = sum_all(groups, along)
+        return [self.scalars_of_batches([x[i] for x in sums]) for i in range(len(trees))]
 
     def batches(self, tree: PyTree) -> list[jax.Array]:
         """All matrices, as arrays of shape ``(*batch, m, n)``, one for each part."""
@@ -309,12 +307,10 @@ def _on_bare_arrays(
             leaf = leaf.astype(jnp.result_type(before))
             return typed_sharding.shard_like(leaf, jnp.asarray(before))
 
-        wide_grads, wide_state, wide_weights = jax.tree.map(
-            widened, (grads, old, weights)
-        )
+        wide_grads, wide_old, wide_weights = jax.tree.map(widened, (grads, old, weights))
         optimizer = optimizer_of(wide_grads if weights is None else wide_weights)
         steps, state_after = optimizer.update(
-            prepared(wide_grads), wide_state, wide_weights, **extra_args
+            prepared(wide_grads), wide_old, wide_weights, **extra_args
         )
         steps = jax.tree.map(cast, steps, grads, place)
         state_after = jax.tree.map(kept, state_after, old)

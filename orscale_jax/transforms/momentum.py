@@ -235,10 +235,8 @@ def momentum_stage(
     ) -> tuple[PyTree, Int8TraceState]:
         rows = matrices.each(updates, state.trace, state.trace_scale)
         stepped = [step(*row) for row in rows]
-        out, codes, scales = (
-            matrices.tree_of([leaf[i] for leaf in stepped]) for i in range(3)
-        )
-        return out, Int8TraceState(codes, scales)
+        out, *both = (matrices.tree_of([row[i] for row in stepped]) for i in range(3))
+        return out, Int8TraceState(*both)
 
     return optax.GradientTransformation(init, update)
 

@@ -130,10 +130,10 @@ def qk_clip(
             moves = hasattr(update, "dtype")  # It may be None or masked.
             return param.astype(dtype) + (update.astype(dtype) if moves else 0)
 
-        tau, share = jnp.asarray(threshold, dtype), 1 - jnp.asarray(alpha, dtype)
-        factors = jax.tree.map(lambda x: _factors(x, tau, share, key_heads), max_logits)
         moved = jax.tree.map(add, params, updates)
         copy = jax.tree.map(lambda x: x, moved)  # Its containers may be changed.
+        tau, share = jnp.asarray(threshold, dtype), 1 - jnp.asarray(alpha, dtype)
+        factors = jax.tree.map(lambda x: _factors(x, tau, share, key_heads), max_logits)
         scaled = rescale(copy, factors)
         structures: list[Any] = [jax.tree.structure(tree) for tree in (scaled, moved)]
         if structures[0] != structures[1]:

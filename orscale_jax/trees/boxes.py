@@ -97,9 +97,7 @@ def rebox(tree: PyTree, like: PyTree) -> PyTree:
         if not is_box(node):
             return leaf
         inner = box(_contents(node)[0], leaf)
-        return jax.tree.map(
-            lambda _: inner, node, is_leaf=lambda other: other is not node
-        )
+        return jax.tree.map(lambda _: inner, node, is_leaf=lambda x: x is not node)
 
     return jax.tree.map(box, like, tree, is_leaf=is_box)
 

@@ -170,9 +170,7 @@ def state_arrays(
     def below(node: Any, parent: Any, place: Path) -> list[StateArray]:
         arrays = by_name(node)
         if place and place[-1] in _NO_PARAMS:
-            return [
-                StateArray(place + path, None, array) for path, array in arrays.items()
-            ]
+            return [StateArray(place + path, None, x) for path, x in arrays.items()]
         like = _like(params, node) if by_structure and names != {()} else None
         named = _holds_params(node, parent, place, types, fields)
         if (like and all(map(_is_leaf, like.values()))) or (named and names & arrays):
