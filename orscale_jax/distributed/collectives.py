@@ -13,7 +13,7 @@ from orscale_jax.sharding import typed_sharding
 
 @dataclasses.dataclass(frozen=True)
 class ColumnGroup:
-    """Devices of a mesh over which the columns of wide matrices are sharded."""
+    """``Columns``: devices of a mesh that hold the column shards of wide matrices."""
 
     group: DeviceGroup
     shards: int  # The number of neighbours that share a matrix.
@@ -22,7 +22,6 @@ class ColumnGroup:
     active: int
 
     def reduce(self, collective: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-        """``jax.lax.psum``, or another, over the devices that share a matrix."""
         groups = self.group.index_groups(self.shards)
         reduced = collective(x, self.group.axes, axis_index_groups=groups)
         return self._if_active(reduced, x)
@@ -30,15 +29,13 @@ class ColumnGroup:
     def sum_matrices(
         self, x: jax.Array, rounded: Callable[[jax.Array], jax.Array]
     ) -> jax.Array:
-        """The sum of matrices of shape (m, n): added as they are, gathered rounded."""
-        over: Any = {"axis_index_groups": self.group.index_groups(self.shards)}
+        groups = self.group.index_groups(self.shards)
+        over: Any = {"axis_name": self.group.axes, "axis_index_groups": groups}
         if typed_sharding.mapped_axes():  # JAX 0.10 cannot map psum_scatter.
-            gathered = rounded(jax.lax.psum(x, self.group.axes, **over))
+            gathered = rounded(jax.lax.psum(x, **over))
         else:
-            rows = jax.lax.psum_scatter(x, self.group.axes, tiled=True, **over)
-            gathered = jax.lax.all_gather(
-                rounded(rows), self.group.axes, tiled=True, **over
-            )
+            rows = jax.lax.psum_scatter(x, tiled=True, **over)
+            gathered = jax.lax.all_gather(rounded(rows), tiled=True, **over)
         return self._if_active(gathered.astype(x.dtype), x)
 
     def _if_active(self, reduced: jax.Array, x: jax.Array) -> jax.Array:

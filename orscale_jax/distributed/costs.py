@@ -71,9 +71,6 @@ class CostModel(NamedTuple):
         return cost / self.hardware.flops_per_second
 
 
-DEFAULT_COSTS = CostModel()
-
-
 class ShardedArray(NamedTuple):
     """An array of matrices ``(*batch, m, n)`` on a mesh, in the dtype that is sent."""
 
@@ -100,18 +97,12 @@ class LayoutGroup:
     """Matrices of a bucket that are sharded alike, over axes of the mesh."""
 
     slices: tuple[MatrixRange, ...]
-    row_axes: MeshAxes
-    column_axes: MeshAxes
+    axes: tuple[MeshAxes, MeshAxes]  # Over which rows and columns are sharded.
     column_shards: int = 1  # The devices that share the columns of one matrix.
 
     @functools.cached_property
     def matrices(self) -> int:
         return sum(part.matrices for part in self.slices)
-
-    @property
-    def axes(self) -> tuple[MeshAxes, MeshAxes]:
-        """The axes of the mesh over which rows and columns are sharded."""
-        return self.row_axes, self.column_axes
 
     @property
     def slots(self) -> int:
@@ -135,9 +126,9 @@ class Bucket(NamedTuple):
     replica_axes: MeshAxes
     group_size: int  # The number of devices in a group.
     shards: int  # The number of shards of a matrix in a group, without replicas.
+    cost_model: CostModel
     # The numbers of slices among which its shards and its replicas are.
     slice_counts: tuple[int, int] = (1, 1)
-    cost_model: CostModel = DEFAULT_COSTS
 
     @property
     def slices(self) -> Iterator[MatrixRange]:

@@ -39,10 +39,8 @@ class _Packing:
 
     def __init__(self, layout: LayoutGroup, bucket: Bucket, mesh: MeshShape) -> None:
         self.layout, self.bucket, self.mesh = layout, bucket, mesh
-        m, n = self.shape = (
-            bucket.shape[0] // count_devices(layout.row_axes, mesh.factors),
-            bucket.shape[1] // count_devices(layout.column_axes, mesh.factors),
-        )
+        rows, columns = (count_devices(axes, mesh.factors) for axes in layout.axes)
+        m, n = self.shape = bucket.shape[0] // rows, bucket.shape[1] // columns
         # Shards of several layouts are sent in one shape, in which a TPU would pad short
         # axes: tall ones are transposed.
         several = len({other.axes for other in bucket.layouts}) > 1
@@ -167,10 +165,8 @@ def on_each_device(
         bucket = packings[i][0].bucket
         if bucket.column_shards > 1:
             group = mesh.group(bucket.replica_axes + bucket.shard_axes, bucket.group_size)
-            active = sum(
-                layout.slots for layout in bucket.layouts if layout.column_shards > 1
-            )
-            columns[i] = ColumnGroup(group, bucket.column_shards, active)
+            active = [each.slots for each in bucket.layouts if each.column_shards > 1]
+            columns[i] = ColumnGroup(group, bucket.column_shards, sum(active))
             stacks[i] = stacks[i][0]  # A column shard has no batch axis.
     qs = polar_in_chunks(platform, [stacks[i] for i in order], [*columns.values()])
     of_bucket = dict(zip(order, qs, strict=True))
@@ -180,8 +176,7 @@ def on_each_device(
     factors = []
     by_array = itertools.groupby(sorted(slices), key=lambda part: part.array)
     for shard, (_, parts) in zip(shards, by_array, strict=True):
-        pieces = [slices[part] for part in parts]
-        joined = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+        joined = jnp.concatenate([slices[part] for part in parts])
         factors.append(joined.reshape(shard.shape))
     return tuple(platform.layout(factors))
 

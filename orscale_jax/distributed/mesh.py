@@ -117,12 +117,9 @@ def slices_of_axes(names: Sequence[str], slice_of: np.ndarray) -> dict[str, int]
     """
     counts = {}
     for axis, name in enumerate(names):
-        along = np.moveaxis(slice_of, axis, 0)
-        size, together = len(along), 1
-        for length in range(1, size + 1):
-            if size % length == 0:
-                blocks = along.reshape(-1, length, *along.shape[1:])
-                together = length if (blocks == blocks[:, :1]).all() else together
-        if together < size:
+        others = tuple(i for i in range(slice_of.ndim) if i != axis)
+        ends = np.flatnonzero(np.diff(slice_of, axis=axis).any(axis=others)) + 1
+        size = slice_of.shape[axis]
+        if (together := math.gcd(size, *ends.tolist())) < size:
             counts[name] = size // together
     return counts

@@ -1,7 +1,4 @@
-"""Where arrays are on a mesh: their shardings, and which axes cross slow links.
-
-Slow links are those between slices of TPUs, or nodes of GPUs.
-"""
+"""Where arrays are on a mesh: their shardings, and which axes cross slow links."""
 
 import math
 import warnings
@@ -97,8 +94,7 @@ def slice_of_each(mesh: Mesh) -> np.ndarray:
 
 def warn_of_unknown_slices(mesh: AbstractMesh) -> None:
     """Warn if a mesh without devices has as many as there are, in several slices."""
-    backend = jax.default_backend()
-    if backend == "cpu" or mesh.size != jax.device_count():
+    if jax.default_backend() == "cpu" or mesh.size != jax.device_count():
         return
     slices = len({_slice_of(device) for device in jax.devices()})
     if slices > 1:

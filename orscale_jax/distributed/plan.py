@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from orscale_jax.distributed.costs import (
-    DEFAULT_COSTS,
     Bucket,
     CostModel,
     LayoutGroup,
@@ -59,7 +58,7 @@ def plan_buckets(
     arrays: Sequence[ShardedArray],
     mesh: MeshShape,
     stack_bytes: int,
-    cost_model: CostModel = DEFAULT_COSTS,
+    cost_model: CostModel,
 ) -> tuple[Bucket, ...]:
     """Plan which matrices are sent together, and between which devices.
 
@@ -102,7 +101,7 @@ def _group_alike(
         shard_axes = tuple(name for name in mesh.factors if name in {*rows, *columns})
         shards = count_devices(shard_axes, mesh.factors)
         bucket = Bucket(
-            layouts=(LayoutGroup(tuple(slices), rows, columns),),
+            layouts=(LayoutGroup(tuple(slices), (rows, columns)),),
             shape=shape,
             dtype=dtype,
             shard_axes=shard_axes,
@@ -234,8 +233,7 @@ def _in_shape(
         needed = 1 if remainder.shape[1] <= n else column_shards
         if remainder.shape[1] > n * needed:
             return None
-        key = (layout.row_axes, layout.column_axes, needed)
-        slices.setdefault(key, []).extend(layout.slices)
+        slices.setdefault((layout.axes, needed), []).extend(layout.slices)
     layouts = [LayoutGroup(tuple(sorted(ranges)), *key) for key, ranges in slices.items()]
     sides = (side for layout in layouts for side in zip(shape, layout.axes, strict=True))
     if any(size % count_devices(axes, mesh.factors) for size, axes in sides):

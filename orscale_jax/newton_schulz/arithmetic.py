@@ -47,17 +47,14 @@ class Columns(Protocol):
     @property
     def shards(self) -> int:
         """The number of devices that share a matrix."""
-        ...
 
     def reduce(self, collective: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
         """``jax.lax.psum``, or another, over the devices that share a matrix."""
-        ...
 
     def sum_matrices(
         self, x: jax.Array, rounded: Callable[[jax.Array], jax.Array]
     ) -> jax.Array:
         """The sum of matrices of shape (m, n): added as they are, gathered rounded."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,7 +60,7 @@ _SMALLEST_BOUND = 1e-12
 
 
 def coefficient_table(
-    coeffs: Coefficients, steps: int | jax.Array | None = None, *, prefix: str = ""
+    coeffs: Coefficients, steps: int | jax.Array, prefix: str
 ) -> Table | jax.Array:
     """Look up or check a table of coefficients, for steps that are already checked.
 
@@ -92,8 +92,8 @@ def coefficient_table(
     if isinstance(table, jax.Array):
         return table
     if isinstance(coeffs, str) and coeffs in _NO_PREFIX:
-        known = steps is not None and not isinstance(steps, jax.core.Tracer)
-        if known and int(jax.device_get(steps)) < len(table):
+        traced = isinstance(steps, jax.core.Tracer)
+        if not traced and int(jax.device_get(steps)) < len(table):
             remedy = f"{coeffs!r} is a sequence of {len(table)} steps"
             remedy += f": pass {prefix}steps={len(table)} or more"
             validate.refuse(f"{prefix}steps", steps, remedy)

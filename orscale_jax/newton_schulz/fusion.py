@@ -126,10 +126,8 @@ def sum_all(
 def _in_one_pass(xs: Sequence[jax.Array], axes: tuple[int, ...]) -> Sequence[jax.Array]:
     if len(xs) == 1:
         return [jnp.sum(xs[0], axis=axes)]
-    zeros = tuple(jnp.zeros((), x.dtype) for x in xs)
-    return [
-        *jax.lax.reduce(tuple(xs), zeros, lambda x, y: tuple(map(jnp.add, x, y)), axes)
-    ]
+    zeros = [jnp.zeros((), x.dtype) for x in xs]
+    return jax.lax.reduce([*xs], zeros, lambda x, y: [*map(jnp.add, x, y)], axes)
 
 
 def with_layout(x: jax.Array, order: Sequence[int]) -> jax.Array:

@@ -131,9 +131,8 @@ def in_a_loop(start: Start, settings: NewtonSchulz, arithmetic: Arithmetic) -> j
     def step(row: Sequence[Any], x: jax.Array, gram: jax.Array) -> jax.Array:
         a, b, c = row
         factor = arithmetic.round(gram)
-        polynomial = arithmetic.round(
-            _polynomial(factor, b, None if cubic else c, arithmetic)
-        )
+        sums = _polynomial(factor, b, None if cubic else c, arithmetic)
+        polynomial = arithmetic.round(sums)
         left, right = (polynomial, x) if wide else (x, polynomial)
         product = arithmetic.product(left, right)
         return arithmetic.round(a * x.astype(product.dtype) + product)

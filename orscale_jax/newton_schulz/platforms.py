@@ -55,14 +55,13 @@ class NewtonSchulz:
         coeffs: Coefficients,
         dtype: DTypeLike | None,
         preconditioning: str,
-        *,
         prefix: str = "",
     ) -> Self:
         """Check arguments, whose names in messages begin with a prefix."""
         validate.count(f"{prefix}steps", steps)
         validate.dtype(f"{prefix}dtype", dtype)
         validate.choice(f"{prefix}preconditioning", preconditioning, PRECONDITIONINGS)
-        table = coefficient_table(coeffs, steps, prefix=prefix)
+        table = coefficient_table(coeffs, steps, prefix)
         traced = isinstance(steps, jax.core.Tracer)
         steps = jnp.int32(steps) if traced else int(jax.device_get(steps))
         known = None if dtype is None else jnp.dtype(dtype)
@@ -264,9 +263,8 @@ PLATFORMS = {"cpu": CPU, "gpu": GPU, "tpu": TPU}
 def on_any_platform(branch: Branch, chosen: Any, *operands: Any) -> list[jax.Array]:
     """``branch(name, chosen, *operands)`` for each platform; the compiler keeps one."""
     on = {name: functools.partial(branch, name, chosen) for name in PLATFORMS}
-    return jax.lax.platform_dependent(
-        *operands, cpu=on["cpu"], tpu=on["tpu"], default=on["gpu"]
-    )
+    gpu = on.pop("gpu")  # JAX calls it "cuda" or "rocm".
+    return jax.lax.platform_dependent(*operands, **on, default=gpu)
 
 
 # Outside of `jax.jit`, a program that is compiled at the first call.

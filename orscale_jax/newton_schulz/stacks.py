@@ -7,7 +7,6 @@ another, and saves only compile time; the leaves in a stack are limited, since o
 fills it from all of them.
 """
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -142,8 +141,7 @@ def polar_in_chunks(
     """Polar factors of packed matrices, a few chunks at a time, which bounds memory.
 
     Only batch axes are divided, except those that are sharded by their types: each device
-    already holds a part of these. ``columns`` are, for each array, the devices that hold
-    the other columns of its matrices; None for whole matrices.
+    already holds a part of these. ``columns`` are those of :func:`newton_schulz`.
     """
     limits = platform.limits
     if platform.normalizes == "matrix":
@@ -156,7 +154,7 @@ def polar_in_chunks(
         if x.ndim == 2 or typed_sharding.is_sharded(x) or fitting >= len(x):
             length = len(x)
         elif fitting == 0 and x.ndim > 3:  # Each entry is divided in turn.
-            qs[i] = [jax.lax.map(functools.partial(_in_chunks, platform), x)]
+            qs[i] = [jax.lax.map(lambda x: polar_in_chunks(platform, [x], [None])[0], x)]
             continue
         else:
             length = max(1, fitting)
@@ -170,12 +168,7 @@ def polar_in_chunks(
         results = newton_schulz([chunk for _, chunk in turn], platform, of_turn)
         for (i, _), q in zip(turn, results, strict=True):
             qs[i].append(q)
-    return [some[0] if len(some) == 1 else jnp.concatenate(some) for some in qs]
-
-
-def _in_chunks(platform: Platform, x: jax.Array) -> jax.Array:
-    """The factors of one array of whole matrices."""
-    return polar_in_chunks(platform, [x], [None])[0]
+    return [*map(jnp.concatenate, qs)]
 
 
 def _in_a_loop(platform: Platform, x: jax.Array, length: int) -> jax.Array:
@@ -197,4 +190,5 @@ def _in_a_loop(platform: Platform, x: jax.Array, length: int) -> jax.Array:
     results = jax.lax.fori_loop(0, turns, turn, x[:whole])
     if whole == len(x):
         return results
-    return jnp.concatenate([results, _in_chunks(platform, x[whole:])])
+    remainder = polar_in_chunks(platform, [x[whole:]], [None])
+    return jnp.concatenate([results, *remainder])

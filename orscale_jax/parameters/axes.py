@@ -86,7 +86,10 @@ class MatrixAxes:
         return jax.lax.slice_in_dim(whole, *self._bounds[index], axis=self.block_axis)
 
     def join(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """The inverse of :meth:`part`, for all parts of a leaf."""
+        """The inverse of :meth:`part`, for all parts."""
+        if parts[0].ndim == len(self.within.batch):  # One entry for each matrix.
+            unequal = self.has_unequal_blocks
+            return jnp.stack(parts, self.block_position) if unequal else parts[0]
         if self.has_unequal_blocks:
             return jnp.concatenate(parts, axis=self.block_axis)
         [array] = parts
@@ -157,12 +160,8 @@ class MatrixAxes:
     def reduce(self, fn: Callable[..., jax.Array], leaf: jax.Array) -> jax.Array:
         """``fn(matrices, axis=...)`` per matrix, of the batch shape."""
         along = self.within.matrix
-        of_parts = [fn(self.part(leaf, i), axis=along) for i in range(len(self.labels))]
-        return (
-            jnp.stack(of_parts, axis=self.block_position)
-            if self.has_unequal_blocks
-            else of_parts[0]
-        )
+        indices = range(len(self.labels))
+        return self.join([fn(self.part(leaf, i), axis=along) for i in indices])
 
     def norms(self, leaf: jax.Array) -> jax.Array:
         """Frobenius norm of every matrix, of the batch shape, in the leaf's dtype."""
@@ -202,11 +201,10 @@ class MatrixAxes:
         if not self.sizes:
             return fn(m, n)
         length = max(1, sum(self.sizes))  # Blocks of an empty axis are empty.
-        in_rows = self.block_axis in self.rows
-        values = [
-            fn(m // length * size, n) if in_rows else fn(m, n // length * size)
-            for size in (self.sizes if self.has_unequal_blocks else self.sizes[:1])
-        ]
+        if self.block_axis in self.rows:
+            values = [fn(m // length * size, n) for size in self.sizes]
+        else:
+            values = [fn(m, n // length * size) for size in self.sizes]
         if not self.has_unequal_blocks:
             return values[0]
         shape = [1] * (len(self.batch) + 1)

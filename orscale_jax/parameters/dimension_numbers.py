@@ -34,7 +34,6 @@ from orscale_jax.trees.nodes import (
     TraceLog,
     broadcast_prefix,
     is_function,
-    is_masked,
     leaves_and_masks,
     nodes_of,
 )
@@ -88,11 +87,9 @@ class BlockDimensionNumbers:
             validate.refuse("block_axis", self.block_axis, "pass one axis, an integer")
         if self.stride is not None:
             validate.count("stride", self.stride)
-            if isinstance(self.blocks, tuple):
-                remedy = (
-                    "leave it out, or pass a number of blocks, which have equal sizes"
-                )
-                validate.refuse("stride", self.stride, remedy)
+        if self.stride is not None and isinstance(self.blocks, tuple):
+            remedy = "leave it out, or pass a number of blocks, which have equal sizes"
+            validate.refuse("stride", self.stride, remedy)
 
     def sizes(self, length: int) -> tuple[int, ...]:
         """The sizes of the blocks along an axis of this length."""
@@ -145,32 +142,11 @@ def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) 
         numbers_tree = default_numbers(tree)
 
     def resolve(path: Any, numbers: Any, leaf: jax.Array) -> Any:
-        if numbers is None or is_masked(numbers):
+        if numbers is None:
             return optax.MaskedNode()
-        if isinstance(numbers, MatrixAxes):
-            return numbers
-        return explicit_axes(path, leaf, numbers)
+        return numbers if is_axes_leaf(numbers) else explicit_axes(path, leaf, numbers)
 
     return spread(resolve, numbers_tree, tree, "weight_dimension_numbers")
-
-
-def require_matrices(
-    weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree
-) -> PyTree:
-    """:func:`matrix_axes` for a stage that handles, and takes, nothing but matrices."""
-
-    def check(path: Any, axes: Any, subtree: PyTree) -> Any:
-        if is_masked(axes) and jax.tree.leaves(subtree):
-            raise ValueError(
-                f"parameter {name_and_shape(path, subtree)} is not a matrix, but "
-                "this stage takes matrices only: route it elsewhere with "
-                "optax.partition (as orscale does), or give its axes in "
-                "weight_dimension_numbers."
-            )
-        return axes
-
-    axes = matrix_axes(weight_dimension_numbers, tree)
-    return jax.tree.map_with_path(check, axes, unbox(tree), is_leaf=is_axes_leaf)
 
 
 def is_axes_leaf(node: Any) -> bool:

@@ -170,10 +170,8 @@ def located(declared: Declared, axes: tuple[int, ...], shape: tuple[int, ...]) -
     )
     if declared.blocks == 1:
         return MuonDimensionNumbers(rows, columns)
-    block_axis = axes[declared.block_axis]
-    return BlockDimensionNumbers(
-        rows, columns, block_axis=block_axis, blocks=declared.blocks
-    )
+    axis = axes[declared.block_axis]
+    return BlockDimensionNumbers(rows, columns, block_axis=axis, blocks=declared.blocks)
 
 
 def resolved(

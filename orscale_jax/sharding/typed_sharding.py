@@ -133,11 +133,10 @@ def full(
     """An array of one value, on the mesh of ``like``, varying as it does in shard_map."""
     if isinstance(like, jax.core.Tracer):
         return jax.lax.full_like(like, value, dtype, tuple(shape))
-    where = getattr(like, "sharding", None)
+    where, device = getattr(like, "sharding", None), None
     if isinstance(where, NamedSharding):
-        where = NamedSharding(where.mesh, PartitionSpec())
-        return jax.numpy.full(shape, value, dtype, device=where)
-    return jax.numpy.full(shape, value, dtype)
+        device = NamedSharding(where.mesh, PartitionSpec())
+    return jax.numpy.full(shape, value, dtype, device=device)
 
 
 def split(leaf: jax.Array, axis: int, count: int) -> jax.Array:
@@ -149,9 +148,8 @@ def split(leaf: jax.Array, axis: int, count: int) -> jax.Array:
         leaf = gather(leaf, (axis,))
     # JAX would move an axis of length 1 in the mesh to the second of the two.
     entries = spec(leaf)
-    return shard_as(
-        leaf.reshape(shape), leaf, [*entries[: axis + 1], None, *entries[axis + 1 :]]
-    )
+    entries.insert(axis + 1, None)
+    return shard_as(leaf.reshape(shape), leaf, entries)
 
 
 def merge(leaf: jax.Array, axis: int) -> jax.Array:

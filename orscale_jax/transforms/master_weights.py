@@ -13,7 +13,7 @@ from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
 from orscale_jax.trees.checks import require_shapes
 from orscale_jax.trees.names import quoted
-from orscale_jax.trees.nodes import is_masked, nodes_of
+from orscale_jax.trees.nodes import is_absent, nodes_of
 
 # A bfloat16 number is the upper half of a float32 number.
 _UPPER = np.uint32(0xFFFF0000)
@@ -150,11 +150,9 @@ def keep_master_weights(
         )
         trees = unbox((steps, masters, params, state.low_bits))
         structure: Any = jax.tree.structure(trees[0], is_leaf=lambda x: x is None)
-        moves = []
-        for step, master, param, low in zip(
-            *map(structure.flatten_up_to, trees), strict=True
-        ):
-            if step is None or _has_no_low_bits(low):
+        columns, moves = map(structure.flatten_up_to, trees), []
+        for step, master, param, low in zip(*columns, strict=True):
+            if step is None or is_absent(low):
                 moves.append((step, low))
                 continue
             new = (master + step).astype(jnp.float32)  # As optax.apply_updates has it.
@@ -198,7 +196,7 @@ def with_master_weights(states: Iterable[MasterWeightsState], params: PyTree) ->
     """The parameters, with master weights for those that any of the states has."""
 
     def master(path: Any, low_bits: Any, param: Any) -> Any:
-        if _has_no_low_bits(low_bits):
+        if is_absent(low_bits):
             return param  # Without gradients, or of another dtype.
         if not _is_bfloat16(param):
             raise ValueError(
@@ -216,9 +214,8 @@ def with_master_weights(states: Iterable[MasterWeightsState], params: PyTree) ->
 
     masters = unbox(params)
     for state in states:
-        masters = jax.tree.map_with_path(
-            master, unbox(state.low_bits), masters, is_leaf=_has_no_low_bits
-        )
+        lows = unbox(state.low_bits)
+        masters = jax.tree.map_with_path(master, lows, masters, is_leaf=is_absent)
     return rebox(masters, params)
 
 
@@ -263,10 +260,6 @@ def _as_float32(tree: PyTree) -> PyTree:
         return x.update(dtype=jnp.float32) if abstract else jnp.asarray(x, jnp.float32)
 
     return jax.tree.map(widened, tree)
-
-
-def _has_no_low_bits(node: Any) -> bool:
-    return node is None or is_masked(node)
 
 
 def _is_bfloat16(leaf: Any) -> bool:

@@ -23,7 +23,6 @@ from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     is_axes_leaf,
     matrix_axes,
-    require_matrices,
 )
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.sharding.param_shardings import ParamSpecs
@@ -36,6 +35,7 @@ from orscale_jax.trees.checks import (
     where_gradients_are,
 )
 from orscale_jax.trees.names import name_and_shape
+from orscale_jax.trees.nodes import is_masked
 
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 
@@ -60,7 +60,9 @@ class Matrices:
         cls, numbers: WeightDimensionNumbers, tree: PyTree, *, only: bool = False
     ) -> "Matrices":
         """The matrices of a tree by their dimension numbers; ``only`` refuses others."""
-        axes_tree = (require_matrices if only else matrix_axes)(numbers, tree)
+        axes_tree = matrix_axes(numbers, tree)
+        if only:
+            jax.tree.map_with_path(_require_matrix, axes_tree, tree, is_leaf=is_axes_leaf)
         leaves, structure = jax.tree.flatten(axes_tree, is_leaf=is_axes_leaf)
         axes = (leaf if isinstance(leaf, MatrixAxes) else None for leaf in leaves)
         return cls(structure, tuple(axes))
@@ -71,18 +73,14 @@ class Matrices:
         return [axes for axes in self.axes if axes is not None]
 
     @property
-    def axes_tree(self) -> PyTree:
-        """The axes as a tree, masked where there are none."""
-        return self.tree_of(self.of_leaves)
-
-    @property
     def mask(self) -> PyTree:
         """A tree of booleans: whether each leaf holds matrices."""
         return self.structure.unflatten(axes is not None for axes in self.axes)
 
     @property
     def paths(self) -> list[Any]:
-        return [path for path, _ in jax.tree.leaves_with_path(self.axes_tree)]
+        axes_tree = self.tree_of(self.of_leaves)  # Masked where there are none.
+        return [path for path, _ in jax.tree.leaves_with_path(axes_tree)]
 
     def leaves(self, tree: PyTree) -> list[Any]:
         nodes = self.structure.flatten_up_to(tree)
@@ -116,10 +114,8 @@ class Matrices:
             for index in range(len(axes.labels))
         ]
         along = [axes.within.matrix for axes in self.of_leaves for _ in axes.labels]
-        totals = sum_all(groups, along)
-        return [
-            self.scalars_of_batches([x[i] for x in totals]) for i in range(len(trees))
-        ]
+        sums = sum_all(groups, along)
+        return [self.scalars_of_batches([x[i] for x in sums]) for i in range(len(trees))]
 
     def batches(self, tree: PyTree) -> list[jax.Array]:
         """All matrices, as arrays of shape ``(*batch, m, n)``, one for each part."""
@@ -139,14 +135,10 @@ class Matrices:
 
     def scalars_of_batches(self, scalars: Sequence[jax.Array]) -> PyTree:
         """Scalars from those of :meth:`batches`, which have their batch shapes."""
-        left, leaves = iter(scalars), []
-        for axes in self.of_leaves:
-            of_parts = [next(left) for _ in axes.labels]
-            unequal = axes.has_unequal_blocks
-            leaves.append(
-                jnp.stack(of_parts, axis=axes.block_position) if unequal else of_parts[0]
-            )
-        return self.tree_of(leaves)
+        left = iter(scalars)
+        return self.tree_of(
+            [axes.join([next(left) for _ in axes.labels]) for axes in self.of_leaves]
+        )
 
     def require_whole(self, params: PyTree, known: ParamSpecs | None = None) -> None:
         """Refuse matrices of which each device has a part, as boxes or arguments say."""
@@ -205,6 +197,16 @@ class Matrices:
             return jnp.stack([full(value, compute_dtype(leaf), leaf) for value in values])
 
         return self.scalars(params, of)
+
+
+def _require_matrix(path: Any, axes: Any, subtree: PyTree) -> None:
+    """Refuse a parameter that a stage for matrices alone would not handle."""
+    if is_masked(axes) and jax.tree.leaves(subtree):
+        raise ValueError(
+            f"parameter {name_and_shape(path, subtree)} is not a matrix, but this stage "
+            "takes matrices only: route it elsewhere with optax.partition (as orscale "
+            "does), or give its axes in weight_dimension_numbers."
+        )
 
 
 def broadcast(axes: MatrixAxes, scalars: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -305,12 +307,10 @@ def _on_bare_arrays(
             leaf = leaf.astype(jnp.result_type(before))
             return typed_sharding.shard_like(leaf, jnp.asarray(before))
 
-        wide_grads, wide_state, wide_weights = jax.tree.map(
-            widened, (grads, old, weights)
-        )
+        wide_grads, wide_old, wide_weights = jax.tree.map(widened, (grads, old, weights))
         optimizer = optimizer_of(wide_grads if weights is None else wide_weights)
         steps, state_after = optimizer.update(
-            prepared(wide_grads), wide_state, wide_weights, **extra_args
+            prepared(wide_grads), wide_old, wide_weights, **extra_args
         )
         steps = jax.tree.map(cast, steps, grads, place)
         state_after = jax.tree.map(kept, state_after, old)

@@ -148,7 +148,7 @@ def int8_adam_stage(adam: optax.GradientTransformation) -> optax.GradientTransfo
         def scales(node: Any) -> Any:
             if (mu := unbox(node)).dtype != jnp.int8:
                 return optax.MaskedNode()
-            return box_like(_zero_scales(mu, adam_axis(mu.shape)), node, tuple)
+            return _zero_scales(node, adam_axis(mu.shape))
 
         count, mu, nu = adam.init(jax.tree.map(codes, params))
         # For optax.tree.map_params, as in Matrices.scalars.
@@ -208,12 +208,11 @@ def momentum_stage(
         # For optax.tree.map_params, as in Matrices.scalars.
         if type(codes).__name__ == "_ParamsPlaceholder":
             return Int8TraceState(codes, jnp.ones(()))
-        all_scales = []
-        for axes, node in matrices.each(codes):
-            leaf = unbox(node)
-            scales = _zero_scales(leaf, block_axis(axes, leaf.shape))
-            all_scales.append(box_like(scales, node, tuple))
-        return Int8TraceState(codes, matrices.tree_of(all_scales))
+        scales = [
+            _zero_scales(node, block_axis(axes, unbox(node).shape))
+            for axes, node in matrices.each(codes)
+        ]
+        return Int8TraceState(codes, matrices.tree_of(scales))
 
     def step(
         axes: MatrixAxes, update: jax.Array, codes: jax.Array, scales: jax.Array
@@ -222,7 +221,7 @@ def momentum_stage(
         axis = block_axis(axes, update.shape)
         # Pieces depend on the sharding: all arrays have that of the codes.
         update = typed_sharding.shard_like(update, codes)
-        scales = typed_sharding.shard_as(scales, codes, _spec_of_scales(codes, axis))
+        scales = _shard_scales(scales, codes, axis)
         grad = _split(update, axis)
         m = grad + momentum * _decode_pieces(codes, scales, axis, grad.dtype)
         out = grad + momentum * m if nesterov else m
@@ -236,10 +235,8 @@ def momentum_stage(
     ) -> tuple[PyTree, Int8TraceState]:
         rows = matrices.each(updates, state.trace, state.trace_scale)
         stepped = [step(*row) for row in rows]
-        out, codes, scales = (
-            matrices.tree_of([leaf[i] for leaf in stepped]) for i in range(3)
-        )
-        return out, Int8TraceState(codes, scales)
+        out, *both = (matrices.tree_of([row[i] for row in stepped]) for i in range(3))
+        return out, Int8TraceState(*both)
 
     return optax.GradientTransformation(init, update)
 
@@ -291,7 +288,7 @@ def _encode_pieces(
     # largest of the pieces' rounded values is the block's, rounded.
     rounded = jax.lax.reduce_precision(largest, exponent_bits=8, mantissa_bits=7)
     rounded = jnp.where(rounded < SMALLEST_SCALE, 0, rounded).astype(jnp.bfloat16)
-    scales = typed_sharding.shard_as(rounded, like, _spec_of_scales(like, axis))
+    scales = _shard_scales(rounded, like, axis)
     count = _count(like, axis)
     if scales.shape[axis] != count:  # The pieces' scales to those of the blocks.
         missing = count * (BLOCK // _piece(like, axis)) - scales.shape[axis]
@@ -322,11 +319,13 @@ def _decode_pieces(
     return pieces * jnp.expand_dims(_of_pieces(steps, codes, axis), axis + 1)
 
 
-def _zero_scales(leaf: jax.Array, axis: int) -> jax.Array:
-    shape = [*leaf.shape]
-    shape[axis] = _count(leaf, axis)
-    scales = typed_sharding.full(shape, 0, jnp.bfloat16, leaf)
-    return typed_sharding.shard_as(scales, leaf, _spec_of_scales(leaf, axis))
+def _zero_scales(node: Any, axis: int) -> Any:
+    """Scales of zeros for codes, boxed as they are."""
+    codes = unbox(node)
+    shape = [*codes.shape]
+    shape[axis] = _count(codes, axis)
+    scales = typed_sharding.full(shape, 0, jnp.bfloat16, codes)
+    return box_like(_shard_scales(scales, codes, axis), node, tuple)
 
 
 def _count(x: jax.Array, axis: int) -> int:
@@ -357,19 +356,18 @@ def _merge(pieces: jax.Array, axis: int, like: jax.Array) -> jax.Array:
     return typed_sharding.shard_like(merged, like)
 
 
-def _spec_of_scales(x: jax.Array, axis: int) -> list[Any]:
-    """The sharding of an array's scales: on another axis, where shards cut its blocks."""
+def _shard_scales(scales: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+    """Scales, sharded as their array is: on another axis, where shards cut blocks."""
     spec = typed_sharding.spec(x)
     shards = typed_sharding.shards(x, axis)
-    if shards == 1 or x.shape[axis] // shards % BLOCK == 0:
-        return spec
-    moved, spec[axis] = typed_sharding.names(spec[axis]), None
-    for other in sorted(range(x.ndim), key=lambda i: -x.shape[i]):
-        both = typed_sharding.shards(x, other) * shards
-        if other != axis and x.shape[other] % both == 0:
-            spec[other] = (*typed_sharding.names(spec[other]), *moved)
-            break
-    return spec
+    if shards > 1 and x.shape[axis] // shards % BLOCK:
+        moved, spec[axis] = typed_sharding.names(spec[axis]), None
+        for other in sorted(range(x.ndim), key=lambda i: -x.shape[i]):
+            both = typed_sharding.shards(x, other) * shards
+            if other != axis and x.shape[other] % both == 0:
+                spec[other] = (*typed_sharding.names(spec[other]), *moved)
+                break
+    return typed_sharding.shard_as(scales, x, spec)
 
 
 def _of_pieces(scales: jax.Array, x: jax.Array, axis: int) -> jax.Array:

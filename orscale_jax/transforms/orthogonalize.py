@@ -1,8 +1,7 @@
 """The stage that replaces every matrix by its polar factor.
 
 On one device arrays of one shape share stacks; on a mesh they are exchanged so that every
-device orthogonalizes whole matrices. Each platform has its branch in the program, since
-the platform is known when the program is compiled and not when it is traced.
+device orthogonalizes whole matrices.
 """
 
 import dataclasses
@@ -70,9 +69,7 @@ class PolarOptions:
         # The default is no number: optax.inject_hyperparams would make an array of it,
         # and traced steps have neither the Gram form nor that for float16.
         steps = DEFAULT_STEPS if ns_steps is None else ns_steps
-        settings = NewtonSchulz.of(
-            steps, ns_coeffs, ns_dtype, ns_preconditioning, prefix="ns_"
-        )
+        settings = NewtonSchulz.of(steps, ns_coeffs, ns_dtype, ns_preconditioning, "ns_")
         if max_stack_bytes is not None:
             validate.count("max_stack_bytes", max_stack_bytes)
         validate.mesh("mesh", mesh)

@@ -119,20 +119,6 @@ def qk_clip(
     ) -> tuple[PyTree, optax.EmptyState]:
         require_shapes(updates, params)
         dtype = compute_dtype(params)
-        tau, share = jnp.asarray(threshold, dtype), 1 - jnp.asarray(alpha, dtype)
-
-        def factors(logits: Any) -> QKFactors:
-            shape, kind = np.shape(logits), getattr(logits, "dtype", type(logits))
-            groups = key_heads or (shape or (1,))[-1]
-            if not shape or shape[-1] % groups or not validate.is_real(kind):
-                raise ValueError(
-                    f"max_logits has an array of shape {shape} and dtype {kind}: pass "
-                    "real arrays of shape (layers..., query heads), in which a multiple "
-                    f"of {groups} key heads is the number of query heads."
-                )
-            largest = typed_sharding.gather(jnp.asarray(logits, dtype))
-            return _factors(largest, tau, share, groups)
-
         if not jax.tree.leaves(max_logits):
             raise ValueError(
                 "pass to update, as max_logits=..., the largest attention logits over "
@@ -146,7 +132,9 @@ def qk_clip(
 
         moved = jax.tree.map(add, params, updates)
         copy = jax.tree.map(lambda x: x, moved)  # Its containers may be changed.
-        scaled = rescale(copy, jax.tree.map(factors, max_logits))
+        tau, share = jnp.asarray(threshold, dtype), 1 - jnp.asarray(alpha, dtype)
+        factors = jax.tree.map(lambda x: _factors(x, tau, share, key_heads), max_logits)
+        scaled = rescale(copy, factors)
         structures: list[Any] = [jax.tree.structure(tree) for tree in (scaled, moved)]
         if structures[0] != structures[1]:
             raise ValueError(
@@ -175,8 +163,17 @@ def qk_clip(
 
 
 def _factors(
-    largest: jax.Array, tau: jax.Array, share: jax.Array, groups: int
+    logits: Any, tau: jax.Array, share: jax.Array, key_heads: int | None
 ) -> QKFactors:
+    shape, kind = np.shape(logits), getattr(logits, "dtype", type(logits))
+    groups = key_heads or (shape or (1,))[-1]
+    if not shape or shape[-1] % groups or not validate.is_real(kind):
+        raise ValueError(
+            f"max_logits has an array of shape {shape} and dtype {kind}: pass real "
+            "arrays of shape (layers..., query heads), in which a multiple of "
+            f"{groups} key heads is the number of query heads."
+        )
+    largest = typed_sharding.gather(jnp.asarray(logits, tau.dtype))
     gamma = jnp.where(largest > tau, tau / jnp.maximum(largest, tau), 1)
     # A gamma of zero has underflowed, and would erase the head for good.
     gamma = jnp.where((largest < jnp.inf) & (gamma > 0), gamma, jnp.nan)

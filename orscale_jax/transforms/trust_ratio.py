@@ -195,16 +195,13 @@ class TrustRatio:
         validate.ordered("r_min", self.r_min, "r_max", self.r_max)
         validate.number("eps", self.eps, at_least=0)
 
-    @property
-    def last_directions(self) -> tuple[ArrayLike, ArrayLike]:
-        """The last direction of a matrix that sets c, and the last that may lower it."""
-        return ANCHORS[self.anchor](self.anchor_steps) if self.calibrate else (0, 0)
-
 
 def trust_ratio_stage(
     ratio: TrustRatio, matrices: Matrices
 ) -> optax.GradientTransformation:
     """:func:`scale_by_calibrated_trust_ratio` for given matrices."""
+    # The last direction of a matrix that sets c, and the last that may lower it.
+    last = ANCHORS[ratio.anchor](ratio.anchor_steps) if ratio.calibrate else (0, 0)
 
     def init(params: PyTree) -> CalibratedTrustRatioState:
         known = {"raw_trust_ratio": 1.0, "trust_ratio": 1.0}
@@ -222,7 +219,7 @@ def trust_ratio_stage(
         ) -> jax.Array:
             like = before[0]
             norms = [typed_sharding.shard_like(square_root(x), like) for x in squares]
-            given = *ratio.last_directions, ratio.eps, ratio.r_min, ratio.r_max
+            given = *last, ratio.eps, ratio.r_min, ratio.r_max
             arguments = [jnp.asarray(number, before.dtype) for number in given]
             return _calibrated(ratio.calibrate, before, *norms, *arguments)
 

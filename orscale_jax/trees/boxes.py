@@ -97,9 +97,7 @@ def rebox(tree: PyTree, like: PyTree) -> PyTree:
         if not is_box(node):
             return leaf
         inner = box(_contents(node)[0], leaf)
-        return jax.tree.map(
-            lambda _: inner, node, is_leaf=lambda other: other is not node
-        )
+        return jax.tree.map(lambda _: inner, node, is_leaf=lambda x: x is not node)
 
     return jax.tree.map(box, like, tree, is_leaf=is_box)
 
@@ -111,11 +109,9 @@ def box_like(
     if not is_box(node):
         return array
 
-    def of_axes(names: Iterable[Any]) -> tuple[Any, ...]:
-        names_of_axes = tuple(names)
-        return tuple(
-            pick(names_of_axes + (None,) * (unbox(node).ndim - len(names_of_axes)))
-        )
+    def of_axes(names: Any) -> tuple[Any, ...]:
+        missing = unbox(node).ndim - len(names)
+        return tuple(pick([*names, *[None] * missing]))
 
     def in_its_form(names: Any) -> Any:
         if isinstance(names, NamedSharding):

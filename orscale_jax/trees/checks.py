@@ -9,7 +9,7 @@ import numpy as np
 
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import Path, by_name, quoted
-from orscale_jax.trees.nodes import children, is_masked
+from orscale_jax.trees.nodes import children, is_absent
 
 # Fields of Optax's wrappers that hold states, and fields that hold no parameters.
 _STATES = frozenset({"inner_state", "inner_states", "inner_opt_state"})
@@ -111,17 +111,13 @@ def where_gradients_are(updates: PyTree, params: PyTree) -> PyTree:
         return params
     try:
         return jax.tree.map(
-            lambda update, param: update if _is_no_update(update) else param,
+            lambda update, param: update if is_absent(update) else param,
             updates,
             params,
-            is_leaf=_is_no_update,
+            is_leaf=is_absent,
         )
     except ValueError:
         return params  # Of another structure: require_fitting names the difference.
-
-
-def _is_no_update(node: Any) -> bool:
-    return node is None or is_masked(node)
 
 
 def require_state(state: PyTree, wanted: PyTree, params: PyTree) -> None:
@@ -174,9 +170,7 @@ def state_arrays(
     def below(node: Any, parent: Any, place: Path) -> list[StateArray]:
         arrays = by_name(node)
         if place and place[-1] in _NO_PARAMS:
-            return [
-                StateArray(place + path, None, array) for path, array in arrays.items()
-            ]
+            return [StateArray(place + path, None, x) for path, x in arrays.items()]
         like = _like(params, node) if by_structure and names != {()} else None
         named = _holds_params(node, parent, place, types, fields)
         if (like and all(map(_is_leaf, like.values()))) or (named and names & arrays):
@@ -208,7 +202,7 @@ def state_arrays(
 def _like(params: PyTree, node: Any, path: Path = ()) -> dict[Path, Any] | None:
     """What a tree like the parameters has for each that is not masked; None if unlike."""
     inside, theirs = children(params), children(node)
-    if node is None or is_masked(node):
+    if is_absent(node):
         return {}
     if not inside:
         return {path: node} if jax.tree.leaves(params) else {}
@@ -308,7 +302,7 @@ def _misfit(state: PyTree, wanted: PyTree, params: PyTree) -> str:
         parent, node = node, children(node)[key]
         if owner is None and _holds_params(node, parent, path[:depth], types):
             owner = path[depth:]
-    if owner and _is_no_update(expected):
+    if owner and is_absent(expected):
         return (
             f"the gradient of parameter {'.'.join(owner)!r} is None, but "
             "optimizer.init was given this parameter: pass its gradient, which is zero "

@@ -60,6 +60,11 @@ def is_masked(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
+def is_absent(node: Any) -> bool:
+    """Whether a node stands for no array: None, or masked."""
+    return node is None or is_masked(node)
+
+
 def leaves_and_masks(tree: PyTree) -> list[tuple[Any, Any]]:
     """The leaves and the masked nodes, each after its path."""
     return jax.tree.leaves_with_path(tree, is_leaf=is_masked)

@@ -1,5 +1,6 @@
 """The plan of a mesh, from shapes and shardings alone."""
 
+import functools
 import itertools
 import math
 
@@ -23,6 +24,7 @@ from orscale_jax.newton_schulz.hardware import Hardware, Link
 FLOAT = np.dtype("float32")
 MESH = MeshShape({"data": 2, "fsdp": 4})
 LARGE = 2**30
+plan_of = functools.partial(plan_buckets, cost_model=CostModel())
 
 
 def array(*shape, axes=(), dtype=FLOAT):
@@ -65,9 +67,9 @@ GROUPS = [
 @pytest.mark.parametrize("case", GROUPS)
 def test_the_group_of_each_matrix(case):
     given, of_rows, of_columns, *expected = case
-    [bucket] = plan_buckets([given], MESH, LARGE)
+    [bucket] = plan_of([given], MESH, LARGE)
     [layout] = bucket.layouts
-    assert (layout.row_axes, layout.column_axes) == (of_rows, of_columns)
+    assert layout.axes == (of_rows, of_columns)
     names = ("replica_axes", "group_size", "shards", "matrices", "shape")
     assert [getattr(bucket, name) for name in names] == expected
     assert bucket.matrices_per_device == 1
@@ -83,7 +85,7 @@ def test_arrays_that_are_sharded_alike_share_a_bucket():
         array(4, 8, axes=("fsdp", ()), dtype=np.dtype("float16")),
         rows(6, 8),
     ]
-    found = [members(bucket) for bucket in plan_buckets(arrays, MESH, LARGE)]
+    found = [members(bucket) for bucket in plan_of(arrays, MESH, LARGE)]
     # By another all-to-all (2,), but to devices that would be idle.
     assert found == [(0, 1, 3, 2), (4,), (5,), (6,)]
 
@@ -106,7 +108,7 @@ def test_stacks_are_limited_and_all_but_the_last_full():
     arrays = [rows(4, 8)] * 40
     nbytes = 4 * 8 * FLOAT.itemsize
     for most in (1, nbytes, 2 * nbytes, 3 * nbytes, LARGE):
-        buckets = plan_buckets(arrays, MESH, most)
+        buckets = plan_of(arrays, MESH, most)
         assert sorted(i for j in buckets for i in members(j)) == list(range(40))
         assert all(j.nbytes <= max(most, nbytes) for j in buckets)
         assert sum(j.matrices_per_device for j in buckets) == 40 // 8
@@ -116,8 +118,8 @@ def test_stacks_are_limited_and_all_but_the_last_full():
 def test_layers_in_one_array_take_no_more_than_layers_apart(most):
     """Arrays are cut only where devices would have zeros otherwise."""
     nbytes = most * 4 * 8 * FLOAT.itemsize
-    stacked = plan_buckets([rows(12, 4, 8)] * 6, MESH, nbytes)
-    apart = plan_buckets([rows(4, 8)] * 72, MESH, nbytes)
+    stacked = plan_of([rows(12, 4, 8)] * 6, MESH, nbytes)
+    apart = plan_of([rows(4, 8)] * 72, MESH, nbytes)
     assert sum(j.matrices_per_device for j in stacked) == 72 // 8
     assert sum(j.matrices_per_device for j in apart) == 72 // 8
     assert len(stacked) <= max(6, len(apart))
@@ -125,7 +127,7 @@ def test_layers_in_one_array_take_no_more_than_layers_apart(most):
     held = [(i, k) for i, start, stop in parts for k in range(start, stop)]
     assert held == [(i, k) for i in range(6) for k in range(12)]
     # Whole ones, each larger than a stack: sixteen matrices for eight devices.
-    alone = plan_buckets([rows(16, 4, 8)] * 2, MESH, 1)
+    alone = plan_of([rows(16, 4, 8)] * 2, MESH, 1)
     assert [members(j) for j in alone] == [(0,), (1,)]
 
 
@@ -135,9 +137,9 @@ def test_axes_of_one_device_change_nothing():
     given = [array(8, 16, axes=("fsdp", "one")), array(4, 8, axes=(("last", "fsdp"), ()))]
     given += [array(24, 6, 4, axes=(("data", "one", "fsdp"), (), "last"))]
     without = [rows(8, 16), rows(4, 8), array(24, 6, 4, axes=(("data", "fsdp"), (), ()))]
-    assert plan_buckets(given, one, LARGE) == plan_buckets(without, MESH, LARGE)
+    assert plan_of(given, one, LARGE) == plan_of(without, MESH, LARGE)
     copied = [array(8, 16, axes=((), "one")), array(4, 4, axes=("one", ()))]
-    assert plan_buckets(copied, one, LARGE) == plan_buckets(
+    assert plan_of(copied, one, LARGE) == plan_of(
         [array(8, 16), array(4, 4)], MESH, LARGE
     )
 
@@ -149,7 +151,7 @@ def counts(bucket):
 def test_remainders_have_column_shards():
     """Ten matrices on eight devices: one each, then four devices for each of the two."""
     for given in [rows(16, 256)] * 10, [rows(10, 16, 256)]:
-        buckets = plan_buckets(given, MESH, LARGE)
+        buckets = plan_of(given, MESH, LARGE)
         whole, shared = sorted(buckets, key=lambda j: j.column_shards)
         assert (counts(whole), counts(shared)) == ((8, 1, 1), (2, 1, 4))
         assert shared.nbytes == whole.nbytes / 4
@@ -188,7 +190,7 @@ ONE_BUCKET = {  # Arrays, mesh, matrices, of them a device, column shards, layou
 @pytest.mark.parametrize("case", ONE_BUCKET)
 def test_what_one_bucket_holds(case):
     given, mesh, *expected = ONE_BUCKET[case]
-    [bucket] = plan_buckets(given, mesh, LARGE)
+    [bucket] = plan_of(given, mesh, LARGE)
     assert [*counts(bucket), len(bucket.layouts)] == expected
     assert case != "attention" or bucket.shape == (2048, 3072)
 
@@ -196,13 +198,13 @@ def test_what_one_bucket_holds(case):
 def test_idle_devices_take_column_shards_of_wider_matrices():
     """Moonlight's 52 shared experts leave twelve of 64 devices for its layer 0."""
     wide, narrow = [of_half(2048, 10944)] * 3, [of_half(2048, 2816)] * 52
-    [bucket] = plan_buckets(wide + narrow, FSDP, LARGE)
+    [bucket] = plan_of(wide + narrow, FSDP, LARGE)
     found = [(layout.matrices, layout.column_shards) for layout in bucket.layouts]
     assert found == [(3, 4), (52, 1)]
     assert (bucket.shape, bucket.matrices_per_device) == ((2048, 2816), 1)
     assert bucket.column_shards == 4
     # As for the narrow ones alone, plus the sums of Gram matrices.
-    [alone] = plan_buckets(narrow, FSDP, LARGE)
+    [alone] = plan_of(narrow, FSDP, LARGE)
     assert bucket.flops == alone.flops
     assert bucket.traffic.nbytes == alone.traffic.nbytes + 5 * 2048**2 * 6 * 3 // 4
 
@@ -217,7 +219,7 @@ def buckets_of(model, *groups):
         [column_shards] = shared or [1]
         part = MatrixRange(index, 0, 8 // column_shards, transposed=False)
         axes = ("fsdp",) if shards == 8 else ()
-        layout = LayoutGroup((part,), axes, (), column_shards)
+        layout = LayoutGroup((part,), (axes, ()), column_shards)
         sharing = () if shards in (0, 8) else ("fsdp",)
         size = 8 if shards else 1
         shape = m, n // column_shards
@@ -275,7 +277,7 @@ def sharded_arrays(draw):
 
 @hypothesis.given(st.lists(sharded_arrays(), min_size=1, max_size=6))
 def test_plans(arrays):
-    buckets = plan_buckets(arrays, MESH, LARGE)
+    buckets = plan_of(arrays, MESH, LARGE)
     parts = sorted(part for bucket in buckets for part in bucket.slices)
     for index, found in itertools.groupby(parts, key=lambda part: part.array):
         starts, stops = zip(*((part.start, part.stop) for part in found), strict=True)
@@ -293,12 +295,12 @@ def test_plans(arrays):
             <= bucket.matrices_per_device * bucket.group_size
         )
         for layout in bucket.layouts:
-            assert m % count_devices(layout.row_axes, MESH.sizes) == 0
-            assert n % count_devices(layout.column_axes, MESH.sizes) == 0
+            for side, axes in zip((m, n), layout.axes, strict=True):
+                assert side % count_devices(axes, MESH.sizes) == 0
             for part in layout.slices:
                 *_, rows, columns = arrays[part.array].shape
                 if part.transposed:
                     rows, columns = columns, rows
                 assert rows <= m and columns <= n * layout.column_shards
-    alone = [plan_buckets([array], MESH, LARGE) for array in arrays]
+    alone = [plan_of([array], MESH, LARGE) for array in arrays]
     assert sum(j.cost for j in buckets) <= sum(j.cost for plans in alone for j in plans)

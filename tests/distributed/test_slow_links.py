@@ -180,9 +180,9 @@ def every_bucket(count, shape, rows, mesh):
             of_replicas = size(set(replicas) & {*mesh.slow})
             slices = size(set(rows) & {*mesh.slow}), math.ceil(of_replicas / parts)
             part = MatrixRange(0, 0, count, transposed=False)
-            layout = LayoutGroup((part,), rows, (), shards)
+            layout = LayoutGroup((part,), (rows, ()), shards)
             sizes = ((m, n // shards), BFLOAT16, rows, replicas, devices, size(rows))
-            bucket = Bucket((layout,), *sizes, slices, V5P)
+            bucket = Bucket((layout,), *sizes, V5P, slices)
             if shards == 1 or bucket.matrices_per_device == 1:
                 yield bucket
 
