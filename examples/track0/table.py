@@ -159,7 +159,7 @@ def markdown(entries: Mapping[str, Entry]) -> str:
         return [
             f"`{name}`",
             *found,
-            ", ".join(f"{x:.2g} and {y:.2g}" for x, y in times),
+            ", ".join(f"{x:.2g}/{y:.2g}" for x, y in times),
             f"{100 * np.mean(shares):.0f}" if np.isfinite(shares).all() else "–",
             f"{entries[name].bytes_of_state:,}",
         ]

@@ -128,7 +128,7 @@ def test_the_table_and_its_picture(capsys, monkeypatch, tmp_path):
     cells = dict(zip(lines[0], lines[2], strict=True))
     assert cells["verdict"] == "better" and cells["four texts"].startswith("-0.0200 [")
     assert all(cells[text] == "-0.0200" for text in TEXTS)
-    assert cells["rates over `muon`'s"] == ", ".join(["2 and 1"] * len(TEXTS))
+    assert cells["rates over `muon`'s"] == ", ".join(["2/1"] * len(TEXTS))
     assert lines[4][2] == "worse" and lines[5][1] == "not yet run"
     assert lines[4][-2] == "100"
     compared = table.compare(entries)
