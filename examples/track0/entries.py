@@ -21,6 +21,7 @@ ENTRIES = {  # The MODULE:FACTORY of each name.
     "optax_muon": f"{_HERE}.entries:optax_muon",
     "ema_nesterov": f"{_HERE}.ema_nesterov:muon_ahead",
     "two_timescales": f"{_HERE}.mixed_emas:two_timescales",
+    "adam_nesterov": f"{_HERE}.entries:adam_nesterov",
     "orscale_on_normuon": f"{_FAMILY}:orscale_on_normuon",
     "contra_muon": f"{_HERE}.blend:contra_muon",
     "neuron_floor": f"{_HERE}.neuron_floor:row_floor",
@@ -67,4 +68,16 @@ def twice_the_decay(
         adam_learning_rate=other_learning_rate,
         weight_dimension_numbers=weight_dimension_numbers,
         weight_decay=0.2,
+    )
+
+
+def adam_nesterov(
+    learning_rate: Rate, other_learning_rate: Rate, weight_dimension_numbers: Any
+) -> Optimizer:
+    """AdamW also has Nesterov's momentum, as in Optax's Muon."""
+    return orscale_jax.muon(
+        learning_rate,
+        adam_learning_rate=other_learning_rate,
+        weight_dimension_numbers=weight_dimension_numbers,
+        adam_nesterov=True,
     )
