@@ -157,11 +157,13 @@ def measured(model: Model, tokens: int, device: jax.Device) -> Row:
     gpu = device.platform != "tpu" and device.platform != "cpu"
     options = topologies.GPU_COMPILER_OPTIONS if gpu else {}
     found: Any = lowered.compile(compiler_options=dict(options)).memory_analysis()
+    made = found.output_size_in_bytes - found.alias_size_in_bytes
+    counted = found.argument_size_in_bytes + found.temp_size_in_bytes + made
     return Row(
         sum(math.prod(a.shape) for a in jax.tree.leaves(params)),
         found.argument_size_in_bytes,
-        # Not temp_size_in_bytes, which has more than the device's main memory on TPUs.
-        found.total_allocation_bytes,
+        # JAX 0.10 does not say it. On TPUs, temp_size_in_bytes has more than main memory.
+        getattr(found, "total_allocation_bytes", counted),
         model.sizes.layers * tokens * model.sizes.width * 2,
         found.peak_memory_in_bytes,
     )
