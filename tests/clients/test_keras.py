@@ -29,7 +29,8 @@ def page():
 def test_both_ways_train(page):
     first, last = page["history"].history["loss"]
     assert last < first / 2
-    assert stateless_loss(page) < 0.2
+    with jax.numpy_rank_promotion("allow"):  # Keras adds biases so.
+        assert stateless_loss(page) < 0.2
 
 
 def stateless_loss(page):
@@ -63,9 +64,11 @@ def names_of(model):
 
 def test_which_variables_are_matrices(page):
     optimizer = muon(0.01, weight_dimension_numbers=page["numbers"])
-    rows = page["describe"](page["params"], optimizer).rows
+    variables = page["build"]().trainable_variables
+    params = {variable.path: variable.value for variable in variables}
+    rows = page["describe"](params, optimizer).rows
     matrices = {row.path for row in rows if row.rule == "matrix"}
-    kernels = {name for name in page["params"] if name.endswith("kernel")}
+    kernels = {name for name in params if name.endswith("kernel")}
     assert matrices == kernels - {"head/kernel"}
     assert {row.matrices for row in rows if row.rule == "matrix"} == {1}
 
