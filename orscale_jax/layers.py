@@ -219,8 +219,8 @@ def _require_gradients(layer: Callable[..., Any], params: PyTree, x: Any) -> Non
 
 def _require_separate_steps(optimizer: Any, params: PyTree) -> None:
     """Refuse an optimizer by which NaN in a gradient reaches another parameter."""
-    if len(jax.tree.leaves(params)) == 1:  # There is no other one but a copy.
-        with contextlib.suppress(Exception):  # The optimizer may know the structure.
+    if len(jax.tree.leaves(params)) == 1:  # A copy stands for another parameter.
+        with contextlib.suppress(Exception):  # An optimizer may refuse this structure.
             jax.eval_shape(optimizer.init, both := [params, params])
             params = both
 
